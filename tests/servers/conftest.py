@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import free_port
+from tests.servers.lmcache.server import LmcacheServer
 from tests.servers.models import make_model
 from tests.servers.prompts import PROMPTS
 from tests.servers.server import Answer, Server
@@ -21,8 +22,8 @@ Expected = Callable[[str], list[Answer]]
 
 @pytest.fixture(
     scope="session",
-    params=[SglangServer, SglangTreeServer, VllmServer, VllmConnectorServer],
-    ids=["sglang", "tree", "vllm", "connector"],
+    params=[SglangServer, SglangTreeServer, VllmServer, VllmConnectorServer, LmcacheServer],
+    ids=["sglang", "tree", "vllm", "connector", "lmcache"],
 )
 def engine(request: pytest.FixtureRequest) -> type[Server]:
     """The class of an engine's servers."""
@@ -30,10 +31,20 @@ def engine(request: pytest.FixtureRequest) -> type[Server]:
     return found
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave models out that an engine refuses."""
+    params = {item: (getattr(item, "callspec", None) and item.callspec.params) or {} for item in items}
+    items[:] = [
+        item
+        for item, given in params.items()
+        if given.get("engine") is not LmcacheServer or given.get("model") in (None, LmcacheServer.HARD)
+    ]
+
+
 def environment_of(engine: type[Server]) -> Path:
     """Return the environment of an engine, in which it can serve."""
     environment = Path(os.environ.get("ENGINES_FOLDER", ".venv-engines")).absolute() / engine.ENVIRONMENT
-    assert (environment / ".serves").exists(), f"{environment} cannot serve; run `make test-servers`"
+    assert (environment / engine.MARK).exists(), f"{environment} cannot serve; run `make test-servers`"
     return environment
 
 

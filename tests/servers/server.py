@@ -44,6 +44,10 @@ class Server(ABC):
 
     ENVIRONMENT: ClassVar[str]
     """Name of the engine's environment, which `make test-servers` makes."""
+    MARK: ClassVar[str] = ".serves"
+    """Name of the file that says that the environment has all that is needed."""
+    HARD: ClassVar[str] = "qwen3next"
+    """Model of the tests that are made for one only."""
     PAGE: ClassVar[int]
     """Tokens of a page; states are as far apart."""
     LEAVES: ClassVar[str] = "nothing"

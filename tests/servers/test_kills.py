@@ -33,11 +33,11 @@ ENGINES = [SglangServer, SglangTreeServer, VllmServer, VllmConnectorServer, Vllm
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)
 def test_the_store_is_whole_and_every_answer_right_after_many_kills(engine, start, expected, tmp_path):
     """All processes are killed, and of a server with ranks first one of them."""
-    right, store, draw = expected("qwen3next"), tmp_path / "store-{rank}", random.Random(1)
+    right, store, draw = expected(engine.HARD), tmp_path / "store-{rank}", random.Random(1)
     restored = 0
     for life in range(KILLS + 1):
         # A store of a sixth of what is written: room is made and slabs are emptied all the time.
-        with start("qwen3next", f"file://{store}?capacity=16MiB") as server, ThreadPoolExecutor(2) as others:
+        with start(engine.HARD, f"file://{store}?capacity=16MiB") as server, ThreadPoolExecutor(2) as others:
             found = [server.ask(asked) for asked in PROMPTS]
             check(found, right, when=f"life {life}")
             restored += sum(answer.cached for answer in found)

@@ -46,9 +46,9 @@ def test_servers_compute_what_transformers_computes(model, engine, models, expec
 def test_a_short_life(engine: type[Server], start: Start, models: Path, tmp_path: Path) -> None:
     """One server: the answers of transformers, what comes back after a flush, and `tiercache prove`."""
     whole = whole_pages(engine.PAGE)
-    with Daemon(tmp_path / "node") as daemon, start("qwen3next", daemon.url) as server:
+    with Daemon(tmp_path / "node") as daemon, start(engine.HARD, daemon.url) as server:
         first = ask_all(server)
-        check_computed(make_model("qwen3next", models), engine.DTYPES["qwen3next"], first)
+        check_computed(make_model(engine.HARD, models), engine.DTYPES[engine.HARD], first)
         assert cached(first) == [0] * len(PROMPTS)
         server.flush()
         flushed = ask_all(server)
@@ -73,9 +73,9 @@ def test_every_way_back(model, kind, engine, start, expected, tmp_path):
         come_back(lambda: start(model, url), expected(model), engine.PAGE)
 
 
-def test_a_daemon_that_hangs_or_is_killed_costs_hits_and_no_answer(start, expected, tmp_path):
-    right = expected("qwen3next")
-    with Daemon(tmp_path / "node") as daemon, start("qwen3next", daemon.url) as server:
+def test_a_daemon_that_hangs_or_is_killed_costs_hits_and_no_answer(engine, start, expected, tmp_path):
+    right = expected(engine.HARD)
+    with Daemon(tmp_path / "node") as daemon, start(engine.HARD, daemon.url) as server:
         check(ask_all(server), right, when="first")
         daemon.hang()
         server.flush()
@@ -92,8 +92,8 @@ def test_a_daemon_that_hangs_or_is_killed_costs_hits_and_no_answer(start, expect
 
 
 def test_a_store_that_lies_costs_hits_and_no_answer(engine, start, expected, tmp_path):
-    right, store = expected("qwen3next"), tmp_path / "store"
-    with start("qwen3next", f"file://{store}?capacity=256MiB") as server:
+    right, store = expected(engine.HARD), tmp_path / "store"
+    with start(engine.HARD, f"file://{store}?capacity=256MiB") as server:
         check(ask_all(server), right, when="first")
         server.flush()
         damage(store, 1 << 16)
@@ -127,7 +127,7 @@ def test_a_full_store(engine: type[Server], start: Start, tmp_path: Path) -> Non
     store, capacity = tmp_path / "store", 4 << 20
     prompts = [prompt(1000) for _ in range(14)]
     whole = 999 // engine.PAGE * engine.PAGE * len(prompts)
-    with start("qwen3next", f"file://{store}?capacity={capacity}") as server:
+    with start(engine.HARD, f"file://{store}?capacity={capacity}") as server:
         first = [server.ask(asked) for asked in prompts]
         assert cached(first) == [0] * len(prompts)
         server.flush()

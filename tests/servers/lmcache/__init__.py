@@ -1,0 +1,15 @@
+"""Real servers of LMCache, and its adapters in its own process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def plugin(storage: str | list[str], **more: object) -> dict[str, Any]:
+    """Return LMCache's configuration of our adapter over a store."""
+    return {
+        "type": "plugin",
+        "module_path": "tiercache.integrations.lmcache",
+        "class_name": "TierCacheL2",
+        "adapter_params": {"storage": storage, "revision": "r1", **more},
+    }
