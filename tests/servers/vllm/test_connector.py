@@ -13,7 +13,7 @@ import pytest
 from tests.processes import free_port
 from tests.servers.conftest import Expected, Start, environment_of
 from tests.servers.models import make_model
-from tests.servers.prompts import ask_all, cached, check, come_back, damage, whole_pages
+from tests.servers.prompts import PROMPTS, ask_all, cached, check, come_back, damage, whole_pages
 from tests.servers.server import Answer, Server
 from tests.servers.vllm.server import VllmApartServer, VllmConnectorServer, VllmRanksServer
 from tests.waiting import until
@@ -76,6 +76,20 @@ def test_workers_in_processes_of_their_own(
         check(damaged, right, when="damaged")
         assert sum(cached(damaged)) < sum(whole_pages(engine.PAGE))
         check(ask_all(server), right, when="again")
+
+
+@pytest.mark.parametrize("engine", [Fine], indirect=True)
+def test_an_answer_comes_back_with_its_last_whole_page(engine, start, tmp_path):
+    asked, url = PROMPTS[0], f"file://{tmp_path}/store?capacity=64MiB"
+    with start("llama", url) as server, start("llama", None) as without:
+        for count in (70, 300):
+            answer = server.ask(asked, count)
+            assert answer.tokens == without.ask(asked, count).tokens
+            server.flush()
+            more = [*asked, *answer.tokens, 5]
+            again = server.ask(more)
+            assert again.cached == (len(more) - 2) // engine.PAGE * engine.PAGE
+            check([again], [without.ask(more)], when=f"behind {count} tokens")
 
 
 class Failing(VllmConnectorServer):

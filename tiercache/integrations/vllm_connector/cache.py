@@ -69,6 +69,8 @@ class BlockSave(NamedTuple):
     """Blocks of recurrent states by depth in tokens: shape [groups, 1]."""
     windows: Locations = np.zeros((0, 0), np.int64)
     """Blocks of groups with a window, as `pages`; 0 for pages that have left it."""
+    is_last: bool = False
+    """Whether the request is over."""
 
     def after(self, before: BlockSave) -> BlockSave:
         """Return the save of all pages from the first one on; `before` has those of the earlier saves."""
@@ -380,24 +382,31 @@ class EngineCache:
         """
         with self._lock:
             for told in saves:
-                before = self._saves.get(told.request)
-                if told.begin and before is None:
-                    continue  # the save before it has failed
-                save = told if before is None or not told.begin else told.after(before)
-                self._saves[told.request] = save
-                search = self._searches.get(save.request)
-                states = self._states(save, search)
-                if not states and PoolName.KV not in self._pools:
-                    continue
-                depths = (depth // self.page_size for depth in states)
-                taken = Taken() if search is None else search.history(depths)
-                with self._held(save) as after:
-                    taken = taken._replace(after=after)
-                    self._adopt(save.tokens, save.extra, save.pages, states, taken, fence)
+                self._save(told, fence)
             if saves:
                 while self._lent.is_saving:  # loads go on
                     self._controller.tick(_TICK_S)
                 self._controller.evict(Tier.DEVICE)
+
+    def _save(self, told: BlockSave, fence: Fence | None) -> None:
+        try:
+            before = self._saves.get(told.request)
+            if told.begin and before is None:
+                return  # the save before it has failed
+            save = told if before is None or not told.begin else told.after(before)
+            self._saves[told.request] = save
+            search = self._searches.get(save.request)
+            states = self._states(save, search)
+            if not states and PoolName.KV not in self._pools:
+                return
+            depths = (depth // self.page_size for depth in states)
+            taken = Taken() if search is None else search.history(depths)
+            with self._held(save) as after:
+                taken = taken._replace(after=after)
+                self._adopt(save.tokens, save.extra, save.pages, states, taken, fence)
+        finally:
+            if told.is_last:
+                self.forget(told.request)
 
     @contextmanager
     def _held(self, save: BlockSave) -> Iterator[Node | None]:

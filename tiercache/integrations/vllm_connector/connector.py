@@ -63,6 +63,8 @@ _KINDS: Final = {
 """Pool of each kind of group."""
 _AHEAD: Final = 32
 """Number of waiting requests, at most, whose prompts come to the host before vLLM asks for them."""
+_TOGETHER: Final = 64
+"""Number of pages of an answer that are saved together."""
 _CACHES: Final[dict[str, EngineCache]] = {}
 """Caches by the engine's id: that of the worker, which the scheduler in the same process shares."""
 
@@ -187,7 +189,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Requests that have not been given blocks."""
         self._known: dict[str, TokenArray] = {}
         self._saved: dict[str, int] = {}
-        """Number of leading pages of each request that have been saved."""
+        """Number of leading pages that have been saved of each request that computes."""
         self._work = StepWork()
         self._begin: float | torch.cuda.Event = 0.0
         self._pass: tuple[list[tuple[int, int]], Any, Any] | None = None
@@ -280,7 +282,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         Single blocks are never reported: with several groups vLLM cannot know whose they are.
         """
         done, failed = self._worker(EngineCache.ended, (set[str](), set[str]()))
-        return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
+        saved = {save.request for save in self._get_connector_metadata().saves if save.is_last}
+        return KVConnectorTransferResults(saved, finished_recving=done, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> Answers | None:
         """Return the answers to questions of the scheduler; None if there are none."""
@@ -377,9 +380,11 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             known = min(request.num_computed_tokens + count, request.num_tokens)
             if count > 1:
                 work.computed.append((request.num_computed_tokens, known))
-            depth = known // self._page_size
-            if PoolName.MAMBA not in self._places and depth > self._saved.get(name, 0):
-                self._save(work, request, offered.get_block_ids(name), depth, {})
+            depth, saved = known // self._page_size, self._saved.setdefault(name, 0)
+            # Of an answer, pages are saved together, and the last ones when it ends.
+            least = 1 if count > 1 or PoolName.SWA in self._places else _TOGETHER
+            if PoolName.MAMBA not in self._places and depth >= saved + least:
+                work.saves += self._save(request, offered.get_block_ids(name), depth, {})
 
     def _save_states(
         self, work: StepWork, name: str, tables: Any, entries: list[tuple[int, int, int]]
@@ -396,22 +401,24 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if len(blocks) == len(groups)
         }
         if request is not None and states and max(states) <= request.num_tokens:
-            self._save(work, request, tables, max(states) // self._page_size, states)
+            work.saves += self._save(request, tables, max(states) // self._page_size, states)
 
     def _save(
-        self, work: StepWork, request: Any, tables: Any, depth: int, states: dict[int, Locations]
-    ) -> None:
+        self, request: Any, tables: Any, depth: int, states: dict[int, Locations], *, is_last: bool = False
+    ) -> list[BlockSave]:
+        """Return the save of what is new up to `depth`; none if a block is missing."""
         begin = self._saved.get(request.request_id, 0)
         none = np.zeros((0, depth), np.int64)
         pages, windows = (
             self._table(tables, pool)[:, :depth] if pool in self._places else none
             for pool in (PoolName.KV, PoolName.SWA)
         )
-        if pages.shape[1] == windows.shape[1] == depth and pages.all():
-            tokens = self._tokens(request)[begin * self._page_size : depth * self._page_size]
-            new = (begin, tokens, _extra(request), pages[:, begin:], states, windows[:, begin:])
-            work.saves.append(BlockSave(request.request_id, *new))
-            self._saved[request.request_id] = depth
+        if not (pages.shape[1] == windows.shape[1] == depth and pages.all()):
+            return []
+        tokens = self._tokens(request)[begin * self._page_size : depth * self._page_size]
+        new = (begin, tokens, _extra(request), pages[:, begin:], states, windows[:, begin:], is_last)
+        self._saved[request.request_id] = depth
+        return [BlockSave(request.request_id, *new)]
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Note what the workers have answered, and which loads have ended on all of them."""
@@ -420,23 +427,33 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._promises.note_answers(answers.told)
         self._promises.note_ended(connector_output.finished_recving or ())
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        """Forget a request; its blocks are vLLM's at once."""
-        return self.request_finished_all_groups(request, (block_ids,))
-
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
-        """Forget a request; its blocks are vLLM's at once."""
+        """Forget a request; its blocks are vLLM's at once, or once the last pages of the answer are saved."""
         name = request.request_id
         if name in self._requests:
             for call in self._guarded(lambda: _hinted(request, self._tokens(request)), []):
                 self._promises.tell(call)
+        is_saved = self._guarded(lambda: self._save_last(request, block_ids), False)
         self._waiting.discard(name)
         for known in (self._requests, self._known, self._saved):
             known.pop(name, None)
-        self._guarded(lambda: self._promises.forget(name), None)
-        return False, None
+        self._guarded(lambda: self._promises.forget(name, is_told=is_saved), None)
+        return is_saved, None
+
+    def _save_last(self, request: Any, tables: Any) -> bool:
+        """Save with the next step what a request has computed since its last save; return whether it has."""
+        name = request.request_id
+        if name not in self._saved or PoolName.MAMBA in self._places:
+            return False
+        # The last token was sampled, and not computed.
+        depth = min(request.num_computed_tokens, request.num_tokens - 1) // self._page_size
+        if depth <= self._saved[name]:
+            return False
+        saves = self._save(request, tables, depth, {}, is_last=True)
+        self._work.saves += saves
+        return bool(saves)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CacheStats:

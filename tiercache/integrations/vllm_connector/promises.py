@@ -130,10 +130,14 @@ class Promises:
         self._asked.pop(request, None)
         self.tell(partial(EngineCache.decline, request=request))
 
-    def forget(self, request: str) -> None:
-        """End everything for a request that is over, but a load, which goes on to its end."""
+    def forget(self, request: str, *, is_told: bool = False) -> None:
+        """End everything for a request that is over, but a load, which goes on to its end.
+
+        `is_told`: a last save tells the workers.
+        """
         self._asked.pop(request, None)
-        self.tell(partial(EngineCache.forget, request=request))
+        if not is_told:
+            self.tell(partial(EngineCache.forget, request=request))
 
     def reset(self) -> bool:
         """Empty the host of each worker; return whether nothing is known to be left."""
