@@ -265,9 +265,11 @@ class TierCacheTree(StoreBelow):
         """Apply what has happened in the background; SGLang calls this in each round."""
         self._controller.tick()
         # A round waits for the results of one pass, which the device may have begun in the round before.
-        if self._computed:
-            self._controller.note_pass(self._computed, self._computed_at - self._round)
-            self._computed = []
+        computed, self._computed = self._computed, []
+        try:
+            self._controller.note_pass(computed, self._computed_at - self._round)
+        except Exception:  # noqa: BLE001  it costs a measurement, and not SGLang's scheduler
+            _log.exception("tiercache: a pass could not be measured")
         self._round = time.perf_counter()
 
     @property

@@ -48,6 +48,8 @@ from tiercache.settings import FLAG, duration, matching, read_section, size
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
+_Pass = tuple[list[tuple[int, int]], Any, Any]
+"""Pass that is measured: what it computes, and the marks before and behind it."""
 
 PLACE: Final = "kv_connector_extra_config of TierCacheConnector"
 """Name of the settings in error messages."""
@@ -191,9 +193,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._saved: dict[str, int] = {}
         """Number of leading pages that have been saved of each request that computes."""
         self._work = StepWork()
-        self._begin: float | torch.cuda.Event = 0.0
-        self._pass: tuple[list[tuple[int, int]], Any, Any] | None = None
-        """Pass that is measured: what it computes, and the marks before and behind it."""
+        self._begin: float | torch.cuda.Event | None = None
+        self._pass: _Pass | None = None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -249,13 +250,10 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_connector_metadata(connector_metadata)
         for call in self._get_connector_metadata().calls:
             self._worker(call, None)
-        if self._pass is not None:
-            computed, begin, end = self._pass
-            if isinstance(end, float) or end.query():
-                seconds = end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
-                self._worker(lambda cache: cache.note_pass(computed, seconds), None)
-                self._pass = None
-        self._begin = _mark()
+        measured, self._pass = self._pass, None
+        if measured is not None:
+            self._pass = self._worker(lambda cache: _noted(cache, measured), None)
+        self._begin = self._guarded(_mark, None)
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         """Begin the loads of this step, which end in the background."""
@@ -271,8 +269,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         """Copy what this step has completed to the host; vLLM may use its blocks for others afterwards."""
         work = self._get_connector_metadata()
-        if work.computed and self._pass is None:
-            self._pass = work.computed, self._begin, _mark()
+        if work.computed and self._pass is None and self._begin is not None:
+            self._pass = self._guarded(lambda: (work.computed, self._begin, _mark()), None)
         if saves := work.saves:
             self._worker(partial(EngineCache.save, saves=saves, fence=_fence()), None)
 
@@ -501,13 +499,18 @@ def _mark() -> float | torch.cuda.Event:
     return mark
 
 
+def _noted(cache: EngineCache, measured: _Pass) -> _Pass | None:
+    """Note a pass if its end is reached; return it if it is not."""
+    computed, begin, end = measured
+    if not isinstance(end, float) and not end.query():
+        return measured
+    cache.note_pass(computed, end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3)
+    return None
+
+
 def _fence() -> torch.cuda.Event | None:
     """Return a point behind all that the model has been given to do, for which copies have to wait."""
-    if not torch.cuda.is_available():
-        return None
-    fence = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    fence.record()
-    return fence
+    return torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
 
 
 def _hinted(request: Any, tokens: TokenArray) -> list[Call]:

@@ -196,10 +196,8 @@ def self_test(device: CudaDevice) -> None:
             try:
                 test.run(method)
             except Exception as error:  # noqa: BLE001  any error means that this method does not work here
-                device.unavailable[method] = str(error) or type(error).__name__
-                _log.warning(
-                    "copies by %s are not used on %s: %s", method, device.card, device.unavailable[method]
-                )
+                device.unavailable[method] = reason = str(error) or type(error).__name__
+                _log.warning("copies by %s are not used on %s: %s", method, device.card, reason)
                 device.synchronize_stream(test.stream)  # the next method's test uses the same memory
     if len(device.unavailable) == len(Method):
         raise ConfigError(
@@ -260,10 +258,8 @@ class _SelfTest:
         self._copy(method, _places(_GAP_BACK, self._back.ctypes.data), to_host=True)
         self._device.copy(self._address, self._there.ctypes.data, _TEST_BYTES, self.stream)
         self._device.synchronize_stream(self.stream)
-        wrong = sum(
-            int((found != right).sum())
-            for found, right in zip((self._there, self._back), expected, strict=True)
-        )
+        found = (self._there, self._back)
+        wrong = sum(np.count_nonzero(one != right) for one, right in zip(found, expected, strict=True))
         if wrong:
             raise RuntimeError(f"{wrong} of {2 * _TEST_BYTES} bytes were wrong in a trial")
 
