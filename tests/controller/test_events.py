@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgpack
 import pytest
+import zmq
 from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import IDENTITY, KV, MAMBA, PAGES, Engine, P, prompt
 from tests.events.rig import ANY, Follower, truth
+from tests.waiting import until
 from tiercache.controller import ControllerOptions
 from tiercache.core import Tier, as_tokens
 from tiercache.errors import ConfigError
 from tiercache.events import EventKind, Medium, Place
 from tiercache.events.settings import EventSettings
+from tiercache.events.subscriber import EventSubscriber
 from tiercache.keys import Shard, layout_digest, namespace_of, page_keys
 
 OPTIONS = ControllerOptions(restore_deadline=10.0, events=ANY)
@@ -53,6 +59,46 @@ def test_a_router_sees_a_prompt_on_every_tier_under_the_keys_that_it_computes():
             assert follower.held("store") == truth(store)
             assert not any(event.tokens for batch in follower.batches for event in batch.events)
             assert engine.controller.close()
+
+
+def test_routers_that_index_tokens_get_them_and_numbers_for_keys():
+    topic = "kv@pod-1@toy"
+    settings = replace(ANY, topic=topic, token_ids=True)
+    with MemoryBackend() as store, zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        engine = Engine(store, options=replace(OPTIONS, events=settings))
+        socket.connect(engine.controller.publisher.endpoint)
+        socket.subscribe("kv@")
+        follower = EventSubscriber(
+            engine.controller.publisher.endpoint, engine.controller.publisher.replay_endpoint, topic
+        )
+        # A subscription takes its time to arrive, so the first prompts may not be heard of.
+        until(lambda: engine.serve(prompt(9, 9)) is None or engine.controller.tick() or socket.poll(50))
+        engine.serve(prompt(1, 2, 3))
+        engine.serve(prompt(1, 2, 4, 5), extra=b"adapter")
+        assert engine.controller.close()
+        known, told = {None}, {}
+        while socket.poll(200):
+            heard, _, payload = socket.recv_multipart()
+            assert heard.decode() == topic
+            for event in msgpack.unpackb(payload)[1]:
+                if event["type"] != "BlockStored":
+                    continue
+                # llm-d takes a span of whole blocks whose parent it knows; Dynamo numbers of 64 bits.
+                assert event["block_hashes"] == [int.from_bytes(key[-8:]) for key in event["keys"]]
+                assert len(event["token_ids"]) in (0, P * len(event["keys"]))
+                if event["token_ids"]:
+                    assert (event["kv_cache_spec_kind"], event["block_size"]) == ("full_attention", P)
+                    assert event["parent_block_hash"] in known
+                    known |= {*event["block_hashes"]}
+                    keys = page_keys(NAMESPACE, as_tokens(event["token_ids"]), P, event.get("parent", b""))
+                    assert keys == event["keys"]
+                    told |= dict.fromkeys(keys, event["medium"])
+        assert {*keys_of(1, 2, 3)} <= told.keys()
+        assert not told.keys() & {*page_keys(NAMESPACE, as_tokens(prompt(1, 2, 4, 5)), P, extra=b"adapter")}
+        # Our own readers have the whole keys.
+        stored = {key for batch in follower.read(0.2) for event in batch.events for key in event.keys}
+        assert stored >= told.keys()
+        follower.close()
 
 
 def test_a_controller_publishes_what_is_left_when_it_closes_and_frees_its_addresses():

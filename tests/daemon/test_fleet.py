@@ -9,7 +9,7 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.events.rig import NAMESPACE, item, page, published, store_pages
 from tests.waiting import until
-from tiercache.config.models import EventsSettings
+from tiercache.config.models import EventsSettings, ScoreSettings
 from tiercache.core import PoolName
 from tiercache.daemon.fleet import STORE, Fleet
 from tiercache.events import EventKind, KVEvent, Medium, ObjectGroup, Place
@@ -48,7 +48,8 @@ EVENTS = st.tuples(
 
 
 def fleet_of(workers, sharing=(), limit=1000):
-    return Fleet({name: [EventsSettings()] * len(each) for name, each in workers.items()}, sharing, limit)
+    ranks = {name: (EventsSettings(),) * len(each) for name, each in workers.items()}
+    return Fleet(ScoreSettings(workers=ranks, apart=tuple(workers.keys() - set(sharing)), objects=limit))
 
 
 class Truth:
@@ -143,8 +144,8 @@ def test_a_fleet_follows_workers_that_come_and_go_and_the_store():
     keys = [page(n) for n in range(1, 5)]
     with published(worker) as publisher:
         rank = EventsSettings(endpoint=publisher.endpoint, replay=publisher.replay_endpoint)
-        workers = {"beside": [rank], "apart": [rank]}
-        fleet = Fleet(workers, ["beside"], 1000)
+        workers = {"beside": (rank,), "apart": (rank,)}
+        fleet = Fleet(ScoreSettings(workers=workers, apart=("apart",)))
         fleet.start(StoreEvents(own, "own"))
 
         def depth(name):

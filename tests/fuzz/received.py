@@ -16,7 +16,7 @@ from blake3 import blake3
 from tiercache_backends.grpc.backend import read_history, read_report
 
 from tests.fuzz.base import MIB, Target, promised
-from tiercache.config.models import EventsSettings
+from tiercache.config.models import EventsSettings, ScoreSettings
 from tiercache.controller.continuation.parked import ParkingTicket
 from tiercache.controller.ranks.base import Message, MessageKind, RankFacts, pack_depths
 from tiercache.controller.ranks.session import RankSession
@@ -336,7 +336,7 @@ def _prompt(found: bytes) -> None:
 
 @cache
 def _fleet() -> Fleet:
-    fleet = Fleet({"a": [EventsSettings()]}, (), 100)
+    fleet = Fleet(ScoreSettings(workers={"a": (EventsSettings(),)}))
     group = ObjectGroup(PoolName.KV, bytes.fromhex(namespace_label(b"\xab" * 32)), b"l" * 32, 16)
     keys = page_keys(b"\xab" * 32, np.zeros(64, np.uint64), 16)
     fleet.apply("a/0", [KVEvent(EventKind.STORED, Place(Medium.GPU), group, keys)])

@@ -245,10 +245,7 @@ class ScoreSettings(_Table):
     """Answers of the HTTP port at /score: how much of a prompt each worker can restore (docs/events.md)."""
 
     workers: dict[Name, Annotated[tuple[EventsSettings, ...], LIST]] = Field(default_factory=dict)
-    """Workers by name, each with the addresses of its ranks' events: endpoint, replay and topic.
-
-    Without any, there is no /score.
-    """
+    """Workers, with endpoint, replay and topic of each rank's events; without any, there is no /score."""
     apart: Annotated[tuple[Name, ...], LIST] = ()
     """Workers that do not restore from this daemon's store."""
     objects: Annotated[int, whole(1, 2**28)] = 2**22

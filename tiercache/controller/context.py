@@ -40,7 +40,7 @@ This minimum applies even if restores wait for a shorter time, because a call ma
 """
 _QUERY_THREADS: Final = 2
 """Threads for queries of the store. With two, a slow query does not delay every restore."""
-_POLL_S: Final = 0.001
+POLL_S: Final = 0.001
 """Seconds between two checks of the fences. No event is posted when the device passes a fence."""
 
 
@@ -147,13 +147,7 @@ class ControllerContext:
     def await_event(self, timeout: float) -> None:
         """Block until an event is posted or due, for at most `timeout` seconds."""
         # No event is posted when the device passes a fence. While fences are pending, the wait is short.
-        self.events.wait(min(timeout, _POLL_S) if self.device_work.retired else timeout)
-
-    async def arrival(self, timeout: float) -> None:
-        """Let other tasks run until an event is posted or due, for at most `timeout` seconds."""
-        if self.under_way:  # a call that hangs posts no event, as a fence
-            timeout = _POLL_S if self.device_work.retired else 0.1
-        await self.events.arrival(timeout)
+        self.events.wait(min(timeout, POLL_S) if self.device_work.retired else timeout)
 
     def copy_end(self, land: Landing) -> Landing:
         """Return the function that ends a copy, on any thread; the owner's thread then calls `land`."""

@@ -33,6 +33,7 @@ from tiercache.core import Locations, PoolName, Tier, as_tokens
 from tiercache.errors import AdmissionError, ClosedError, InputError, PoolFullError
 from tiercache.events import ObjectGroup
 from tiercache.events.base import EventSource
+from tiercache.events.encoding import encode_batch
 from tiercache.events.publisher import EventPublisher
 from tiercache.events.settings import EventSettings
 from tiercache.index import HybridIndex, checkpoints_named
@@ -637,12 +638,13 @@ class HybridCacheController:
             )
             for name, pool in context.host.items()
         }
-        context.residency = ResidencyEvents(context.index, groups)
+        context.residency = ResidencyEvents(context.index, groups, tokens=settings.token_ids)
         sources: list[EventSource] = [context.residency]
         if self._backend is not None:
             sources.append(stored := StoreEvents(self._backend, "store"))
             stored.warn_of_silence()
-        publisher = EventPublisher(settings, sources)
+        encode = partial(encode_batch, numbered=settings.token_ids)
+        publisher = EventPublisher(settings, sources, encode=encode)
         for name in publisher.figures():
             context.metrics.tell(name, partial(publisher.figure, name))
         return publisher

@@ -13,7 +13,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from tiercache.core import Mask, PoolName, Tier
+import numpy as np
+
+from tiercache.core import Mask, PoolName, Tier, TokenArray
 from tiercache.events import EventKind, KVEvent, Medium, ObjectGroup, Place
 from tiercache.events.base import MAX_KEYS, EventSource
 from tiercache.index import HybridIndex
@@ -40,6 +42,8 @@ class _Posted(NamedTuple):
     """Whether device and host hold a page, shape [2, page pools, pages]."""
     states: Sequence[Sequence[int]] | None
     """Locations of the state at the end, by tier and state pool; None if there is none."""
+    tokens: Sequence[TokenArray] | None
+    """Tokens of each page; None if they are not told."""
 
 
 class _Known(NamedTuple):
@@ -47,18 +51,23 @@ class _Known(NamedTuple):
 
     parent: bytes | None
     depth: int
+    tokens: TokenArray | None
 
 
 class ResidencyEvents(EventSource):
     """Events of what `index` has on the device and on the host.
 
-    `groups` has the pools of the index, page pools first.
+    `groups` has the pools of the index, page pools first. With `tokens`, pages are told with their tokens,
+    unless their keys depend on more.
 
     Thread safety: `post` is for the engine's thread, the other methods are for the publisher's.
     """
 
-    def __init__(self, index: HybridIndex, groups: Mapping[PoolName, ObjectGroup]) -> None:
+    def __init__(
+        self, index: HybridIndex, groups: Mapping[PoolName, ObjectGroup], *, tokens: bool = False
+    ) -> None:
         self._index: Final = index
+        self._tells_tokens: Final = tokens
         self._groups: Final = [groups[pool] for pool in (*index.page_pools, *index.state_pools)]
         self._page_pools: Final = len(index.page_pools)
         self._changed: Final = index.follow_changes()
@@ -100,7 +109,11 @@ class ResidencyEvents(EventSource):
             keys = self._index.page_keys(node, node.end, node.start)
         above = node.parent
         parent = above.keys[-1] if above is not None and above.keys else None
-        return _Posted(keys, parent, node.start, pages, states and [list(tier) for tier in states[:2]])
+        tokens = None
+        if self._tells_tokens and not node.extra:
+            tokens = list(np.frombuffer(node.edge, "<u8").reshape(node.pages, -1))
+        copies = states and [list(tier) for tier in states[:2]]
+        return _Posted(keys, parent, node.start, pages, copies, tokens)
 
     def collect(self) -> Sequence[KVEvent]:
         if self._lost:
@@ -133,10 +146,11 @@ class ResidencyEvents(EventSource):
             del known[key]
         removed = [KVEvent(EventKind.REMOVED, place, group, gone)] if gone else []
         parents: list[bytes | None] = [posted.parent, *keys[:-1]]
+        tokens: Sequence[TokenArray | None] = posted.tokens or [None] * len(keys)
         if pool >= self._page_pools:  # a state has no parent
-            parents = [None] * len(keys)
+            parents, tokens = [None] * len(keys), [None] * len(keys)
         came = [
-            (key, _Known(parents[i], posted.start + i + 1))
+            (key, _Known(parents[i], posted.start + i + 1, tokens[i]))
             for i, (key, here) in enumerate(zip(keys, held, strict=True))
             if here and key not in known
         ]
@@ -154,10 +168,13 @@ class ResidencyEvents(EventSource):
 
 def _stored(place: Place, group: ObjectGroup, objects: Sequence[tuple[bytes, _Known]]) -> list[KVEvent]:
     """Return one event for each run of objects, of which each is the parent of the next."""
-    runs: list[tuple[_Known, list[bytes]]] = []
+    runs: list[tuple[_Known, list[bytes], list[int]]] = []
     for key, known in objects:
-        if runs and known.parent == runs[-1][1][-1]:
-            runs[-1][1].append(key)
-        else:
-            runs.append((known, [key]))
-    return [KVEvent(EventKind.STORED, place, group, run, first.parent, first.depth) for first, run in runs]
+        if not (runs and known.parent == runs[-1][1][-1]):
+            runs.append((known, [], []))
+        runs[-1][1].append(key)
+        runs[-1][2].extend(() if known.tokens is None else known.tokens.tolist())
+    return [
+        KVEvent(EventKind.STORED, place, group, keys, first.parent, first.depth, tokens)
+        for first, keys, tokens in runs
+    ]

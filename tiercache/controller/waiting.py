@@ -8,7 +8,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from tiercache.controller.context import ControllerContext
+from tiercache.controller.context import POLL_S, ControllerContext
 from tiercache.core import Reason
 
 _IDLE_S: Final = 10.0
@@ -95,4 +95,6 @@ async def apply_events(context: ControllerContext) -> None:
     """Apply events as they come, so that what goes on in the background does not wait for a call."""
     while True:
         context.drain()
-        await context.arrival(_IDLE_S)
+        # A call that hangs posts no event.
+        pause = POLL_S if context.device_work.retired else 0.1 if context.under_way else _IDLE_S
+        await context.events.arrival(pause)

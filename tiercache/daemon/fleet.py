@@ -10,13 +10,13 @@ The places of a rank add up: what the host has and the device lacks is restored 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from threading import Event, Lock, Thread
 from typing import Final, TypeAlias
 
-from tiercache.config.models import EventsSettings
+from tiercache.config.models import EventsSettings, ScoreSettings
 from tiercache.core import PoolName, TokenArray
 from tiercache.errors import ClosedError, StorageError
 from tiercache.events.base import EventKind, EventSource, KVEvent, Medium, ObjectGroup, Place
@@ -44,49 +44,43 @@ _Layout: TypeAlias = tuple[dict[bytes, int], int]
 
 
 class Fleet:
-    """Objects of all ranks of some workers, and of a store from which those of `sharing` restore.
+    """Objects of all ranks of the workers of `score`, and of a store from which some of them restore.
 
-    `workers` has the addresses of each worker's ranks. From `start` on they and the store are followed, on a
-    thread each. At most `limit` objects are known; further ones count as absent, as does what is in doubt:
-    after a gap that cannot be healed, all that a rank has is asked anew. A rank needs the layouts that it has
-    told of; of a pool of which it has told nothing, all layouts.
+    The ranks are followed from `start` on. What is in doubt counts as absent: after a gap that cannot be
+    healed, all that a rank has is asked anew. A rank needs the layouts that it has told of; of other pools,
+    all layouts.
 
     Thread safety: any thread. `score` takes no lock, and may see a part of a batch of events.
     """
 
-    def __init__(
-        self, workers: Mapping[str, Sequence[EventsSettings]], sharing: Iterable[str], limit: int
-    ) -> None:
-        self._addresses: Final = {
-            f"{name}/{n}": rank for name, each in workers.items() for n, rank in enumerate(each)
-        }
-        names = [*self._addresses]
+    def __init__(self, score: ScoreSettings) -> None:
+        workers = score.workers
+        names = [f"{name}/{n}" for name, each in workers.items() for n in range(len(each))]
+        self._addresses: Final = dict(zip(names, chain(*workers.values()), strict=True))
         self._count: Final = len(names) + 1  # the store is the last
         self._ranks: Final = {name: 1 << number for number, name in enumerate([*names, STORE])}
         self._all: Final = (1 << len(names)) - 1
         self._workers: Final = {
             name: sum(self._ranks[f"{name}/{n}"] for n in range(len(each))) for name, each in workers.items()
         }
-        self._sharing: Final = sum(self._workers[name] for name in sharing)
-        # A worker's first rank stands for it.
-        self._firsts: Final = {
+        self._sharing: Final = sum(self._workers[name] for name in workers.keys() - set(score.apart))
+        self._firsts: Final = {  # a worker's first rank stands for it
             (ranks & -ranks) << level * self._count: (name, medium, ranks << level * self._count)
             for name, ranks in self._workers.items()
             for level, medium in enumerate(Medium)
         }
-        self._limit: Final = limit
+        self._limit: Final = score.objects
         self._lock: Final = Lock()
         self._bits: Final[dict[tuple[str, Place], int]] = {}
         self._held: Final[dict[tuple[PoolName, bytes], dict[bytes, int]]] = {}
-        """Places of each object, by pool and layout."""
+        """By pool and layout."""
         self._told: Final[dict[bytes, dict[tuple[PoolName, bytes], int]]] = {}
         """Ranks that have told of each layout, by the label of its namespace."""
         self._sizes: Final[dict[bytes, int]] = {}
         self._folded: Final[dict[int, int]] = {}
         self.objects = 0
         """Number of objects that are known."""
-        self._wake: Final = Event()
-        self._closing: Final = Event()
+        self._wake, self._closing = Event(), Event()
         self._threads: list[Thread] = []
 
     def apply(self, rank: str, events: Iterable[KVEvent]) -> None:

@@ -401,7 +401,7 @@ class StorageServer:
 
         fleet, score = None, self.settings.score
         if score.workers and self.store is not None:
-            fleet = Fleet(score.workers, score.workers.keys() - set(score.apart), score.objects)
+            fleet = Fleet(score)
             fleet.start(StoreEvents(self.store, "store"))
             ends.push_async_callback(asyncio.to_thread, fleet.close)
         app = make_app(board, metrics.registry, Readers(self.settings, access), calls, fleet)

@@ -48,9 +48,20 @@ def namespace_label(namespace: bytes) -> str:
     )
 
 
-def encode_batch(time: float, events: Iterable[KVEvent]) -> bytes:
-    """Return the payload of a batch."""
-    packed: bytes = msgpack.packb([time, [as_map(event) for event in events], None], use_bin_type=True)
+def encode_batch(time: float, events: Iterable[KVEvent], *, numbered: bool = False) -> bytes:
+    """Return the payload of a batch.
+
+    With `numbered`, blocks have numbers, as vLLM makes them: the last 8 bytes of a key. The keys themselves
+    are then in fields of ours, `keys` and `parent`.
+    """
+    maps = [as_map(event) for event in events]
+    for found in maps if numbered else ():
+        for name, own in (("block_hashes", "keys"), ("parent_block_hash", "parent")):
+            if given := found.get(name):
+                found[own] = given
+                numbers = [int.from_bytes(key[-8:]) for key in ([given] if own == "parent" else given)]
+                found[name] = numbers[0] if own == "parent" else numbers
+    packed: bytes = msgpack.packb([time, maps, None], use_bin_type=True)
     return packed
 
 
@@ -130,8 +141,9 @@ def _event(found: Mapping[str, Any]) -> KVEvent:
     if kind is EventKind.CLEARED:
         return KVEvent(kind, place)
     pool, namespace, layout = PoolName(found["pool"]), _text(found, "namespace"), found.get("layout", b"")
-    size, depth, parent = (found.get(name) for name in ("block_size", "depth", "parent_block_hash"))
-    keys, tokens = found["block_hashes"], found.get("token_ids") or ()
+    size, depth = found.get("block_size"), found.get("depth")
+    parent = found.get("parent", found.get("parent_block_hash"))
+    keys, tokens = found.get("keys", found["block_hashes"]), found.get("token_ids") or ()
     if (
         place is None
         or not _are(bytes, keys)

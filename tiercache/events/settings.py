@@ -30,6 +30,8 @@ class EventSettings:
     topic: Annotated[str, LINE] = "kv-events"
     buffer: Annotated[int, _BATCHES] = MAX_BATCHES
     """Number of batches that are kept for replays."""
+    token_ids: Annotated[bool, FLAG] = False
+    """Tell tokens, and number pages, for routers of llm-d and Dynamo. Whoever reads that can read prompts."""
     public: Annotated[bool, FLAG] = False
     """Allow addresses that other machines can reach. There is no authentication."""
 

@@ -15,16 +15,17 @@ The plug-ins for SGLang, vLLM and LMCache take the same settings, as keys of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 from tiercache.errors import ConfigError
+from tiercache.events.settings import EventSettings
 from tiercache.keys import Identity
 from tiercache.models.profile import ModelProfile, profile_named
-from tiercache.settings import FLAG, Kind, matching
+from tiercache.settings import FLAG, Kind, matching, read_section
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.registry import capabilities_of, open_backend, spec_of
 from tiercache.text import shown
@@ -43,6 +44,35 @@ def _read_urls(value: Any) -> Sequence[str]:
     return urls
 
 
+def read_events(given: Any) -> EventSettings | None:
+    """Return the settings of the table `events`; None for no events.
+
+    Raises ConfigError for a setting that is missing, unknown or wrong.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ConfigError("events is not a table; give its settings one by one")
+    return read_section(EventSettings, "events", given)
+
+
+def of_rank(settings: EventSettings | None, rank: int) -> EventSettings | None:
+    """Return the settings of one of several ranks or replicas, whose ports are that far on; None for None.
+
+    Raises ConfigError if there are not as many ports.
+    """
+    if settings is None or not rank:
+        return settings
+    return replace(settings, endpoint=_moved(settings.endpoint, rank), replay=_moved(settings.replay, rank))
+
+
+def _moved(endpoint: str, rank: int) -> str:
+    host, _, port = endpoint.rpartition(":")
+    if endpoint.startswith("tcp://"):
+        return f"{host}:{int(port) + rank}" if int(port) else endpoint
+    return endpoint and f"{endpoint}-{rank}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheSettings:
     """Settings of a cache that has tiercache's index, beside those of its store."""
@@ -53,6 +83,8 @@ class CacheSettings:
     """Model profile, or path of a config.json, by which policies weigh; default: that of the model."""
     load_or_recompute: Annotated[bool, FLAG] = True
     """Whether one rank computes tokens that would take longer to load, by the speeds measured so far."""
+    events: Annotated[EventSettings | None, Kind(read_events)] = None
+    """Publisher of KV events of device, host and store; each rank has addresses of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

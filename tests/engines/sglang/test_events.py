@@ -32,7 +32,8 @@ from tests.storage_backends.grpc.daemon import Daemon
 from tests.storage_backends.grpc.nodes import scratch
 from tiercache.errors import ConfigError, StorageError
 from tiercache.events.settings import EventSettings
-from tiercache.integrations.sglang.events import encode_pages, of_replica
+from tiercache.integrations.settings import of_rank
+from tiercache.integrations.sglang.events import encode_pages
 
 DECODER = msgspec.msgpack.Decoder(KVEventBatch)
 
@@ -187,11 +188,11 @@ def test_one_rank_tells_and_each_replica_has_its_port(tmp_path: Path) -> None:
     ]
     for made in ranks:
         made.close()
-    first, third = (of_replica(EventSettings(**events), replica) for replica in (0, 2))
+    first, third = (of_rank(EventSettings(**events), replica) for replica in (0, 2))
     assert (first.endpoint, first.replay) == (ports[0], ports[1])
     for was, now in zip(ports, (third.endpoint, third.replay), strict=True):
         assert int(now.rpartition(":")[2]) == int(was.rpartition(":")[2]) + 2
-    assert of_replica(EventSettings(endpoint="ipc:///run/events"), 1).endpoint == "ipc:///run/events-1"
+    assert of_rank(EventSettings(endpoint="ipc:///run/events"), 1).endpoint == "ipc:///run/events-1"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -12,6 +13,7 @@ from vllm.distributed.kv_events import (
     KVEventBatch,
     ZmqEventPublisher,
 )
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from tests.engines.zmq_reader import Reader
 from tests.events import golden
@@ -42,6 +44,16 @@ def test_vllm_reads_our_batches_as_it_reads_its_own() -> None:
     assert ours == KVEventBatch(ts=golden.TIME, events=as_vllm_has_them())
     assert ours == DECODER.decode(golden.VLLM)
     assert msgspec.msgpack.encode(ours) == golden.VLLM, "the golden batch is what vLLM writes"
+
+
+def test_numbered_blocks_have_the_numbers_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1")
+    stored, removed, cleared = as_vllm_has_them()
+    for event in (stored, removed):
+        event.block_hashes = list(map(maybe_convert_block_hash, event.block_hashes))
+    stored.parent_block_hash = maybe_convert_block_hash(stored.parent_block_hash)
+    ours = DECODER.decode(encode_batch(golden.TIME, golden.EVENTS, numbered=True))
+    assert ours == KVEventBatch(ts=golden.TIME, events=[stored, removed, cleared])
 
 
 def test_our_messages_have_the_frames_of_vllms_own_publisher() -> None:

@@ -28,8 +28,8 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from tiercache.core import HitPolicy, ObjectKey, ObjectMeta, Outcome, PoolName
 from tiercache.errors import ConfigError, RefusedError, StorageError, UnavailableError
 from tiercache.events.settings import EventSettings
-from tiercache.integrations.settings import StoreSettings
-from tiercache.integrations.sglang.events import PagePublisher, of_replica, read_events
+from tiercache.integrations.settings import StoreSettings, of_rank, read_events
+from tiercache.integrations.sglang.events import PagePublisher
 from tiercache.integrations.sglang.pools import HostPages, PageKeys, Traffic, flat_bytes, is_trailing, kind_of
 from tiercache.integrations.sglang_server import OF_SGLANG, PLACE, Server
 from tiercache.keys import Shard, namespace_of
@@ -169,8 +169,10 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self._store.register_namespace(self._record)
         # One rank tells of its pages; the others have theirs of the same prefixes.
         first = not (self._config.tp_rank or self._config.pp_rank or self._config.attn_cp_rank)
-        if first and self._settings.events is not None and self._events is None:
-            settings = of_replica(self._settings.events, self._config.dp_rank or 0)
+        settings = of_rank(self._settings.events, self._config.dp_rank or 0)
+        if settings is not None and settings.token_ids:
+            raise ConfigError("events.token_ids: leave it out, for SGLang tells storage no tokens")
+        if first and settings is not None and self._events is None:
             layout = self._pools[_KV].layout
             self._events = PagePublisher(settings, self._store, self._keys, layout, self._record)
 

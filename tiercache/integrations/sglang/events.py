@@ -13,14 +13,12 @@ its events than into the names of their pages, and does not pass them to a stora
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from threading import Event
 from typing import Any, Final, NamedTuple
 
 import msgpack
 
 from tiercache.core import ObjectKey, Outcome, PoolName
-from tiercache.errors import ConfigError
 from tiercache.events import EventKind, KVEvent, Medium, ObjectGroup, Place, runs_of
 from tiercache.events.base import MAX_KEYS, EventSource, StoredObject
 from tiercache.events.encoding import as_map
@@ -28,42 +26,11 @@ from tiercache.events.publisher import EventPublisher
 from tiercache.events.settings import EventSettings
 from tiercache.integrations.announcements import Announcements, EvictionWatch
 from tiercache.integrations.sglang.pools import PageKeys
-from tiercache.settings import read_section
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 
 MEDIUM: Final = "DISK"
 """SGLang's name of its third tier in events."""
 _HASH_BYTES: Final = 8
-
-
-def read_events(given: Any) -> EventSettings | None:
-    """Return the settings of the table `events`; None for no events.
-
-    Raises ConfigError for a setting that is missing, unknown or wrong.
-    """
-    if given is None:
-        return None
-    if not isinstance(given, Mapping):
-        raise ConfigError("events is not a table; give its settings one by one")
-    return read_section(EventSettings, "events", given)
-
-
-def of_replica(settings: EventSettings, replica: int) -> EventSettings:
-    """Return the settings of data-parallel replica `replica`, whose ports are that far on.
-
-    Raises ConfigError if there are not as many ports.
-    """
-    endpoint, replay = _moved(settings.endpoint, replica), _moved(settings.replay, replica)
-    return replace(settings, endpoint=endpoint, replay=replay)
-
-
-def _moved(endpoint: str, replica: int) -> str:
-    host, _, port = endpoint.rpartition(":")
-    if not replica or not endpoint:
-        return endpoint
-    if endpoint.startswith("tcp://"):
-        return f"{host}:{int(port) + replica}" if int(port) else endpoint
-    return f"{endpoint}-{replica}"
 
 
 class Page(NamedTuple):

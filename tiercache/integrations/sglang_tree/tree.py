@@ -27,7 +27,7 @@ from tiercache.controller.ranks.landings import Ends
 from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray, pending
 from tiercache.errors import ConfigError, PoolFullError
 from tiercache.index import HybridIndex, Match, Node, Origin, Pin
-from tiercache.integrations.settings import profile_for
+from tiercache.integrations.settings import of_rank, profile_for
 from tiercache.integrations.sglang_tree.lent import LentPages, LentStates, PassLoads, lent_pools
 from tiercache.integrations.sglang_tree.store import StoreBelow, identity_of, opened, read_settings
 from tiercache.keys import Shard
@@ -115,7 +115,10 @@ class TierCacheTree(StoreBelow):
             shard=Shard(ctx.tp_rank, ctx.tp_size),
             # Ranks would measure different speeds.
             options=ControllerOptions(
-                policy=settings.policy, load_or_recompute=settings.load_or_recompute and ctx.tp_size == 1
+                policy=settings.policy,
+                load_or_recompute=settings.load_or_recompute and ctx.tp_size == 1,
+                events=settings.events
+                and of_rank(settings.events, (get_parallel().dp_rank or 0) * ctx.tp_size + ctx.tp_rank),
             ),
             profile=profile_for(settings.profile, str(ctx.model_config.model_path)),
         )

@@ -36,14 +36,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from tiercache.controller import ControllerOptions, HybridCacheController
 from tiercache.core import Locations, PoolName, TokenArray
 from tiercache.errors import ConfigError
-from tiercache.integrations.settings import StoreSettings, profile_for
+from tiercache.integrations.settings import CacheSettings, StoreSettings, of_rank, profile_for
 from tiercache.integrations.vllm_connector.blocks import BlockPool, Reach, WindowPool, bytes_of
 from tiercache.integrations.vllm_connector.cache import COUNTED, BlockLoad, BlockSave, EngineCache
 from tiercache.integrations.vllm_connector.promises import Call, Promises
 from tiercache.keys import Identity, Shard
 from tiercache.metrics.table import PREFIX
 from tiercache.pools import HostArena
-from tiercache.settings import FLAG, duration, matching, read_section, size
+from tiercache.settings import duration, read_section, size
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -72,15 +72,11 @@ _CACHES: Final[dict[str, EngineCache]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectorSettings(StoreSettings):
+class ConnectorSettings(StoreSettings, CacheSettings):
     """Settings of the connector, beside those that `tiercache.integrations.settings` explains."""
 
     host_bytes: Annotated[int, size(1 << 20)] = 4 << 30
     """Host memory for pages and states, taken at the start."""
-    policy: Annotated[str, matching("(?s:.{1,200})", "is no name of an eviction policy")] = "hvd"
-    """Eviction policy: hvd, lru, or that of another package."""
-    load_or_recompute: Annotated[bool, FLAG] = True
-    """Whether tokens are computed that would take longer to load, by the speeds measured so far."""
     patience: Annotated[float, duration(0.0)] = 5.0
     """Time that a request waits for what storage has of its prompt, at most; and a call that hangs."""
 
@@ -233,6 +229,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 policy=chosen.policy,
                 storage_deadline=max(1.0, chosen.patience),
                 load_or_recompute=chosen.load_or_recompute,
+                events=of_rank(chosen.events, self._parallel.data_parallel_index * ranks + rank),
             ),
             profile=profile_for(chosen.profile, identity.model),
         )
