@@ -10,7 +10,9 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 
-NAMES = {"lru": None, "arc": None, "HvdCachePolicy": "examples.vllm_policy"}
+from tiercache.integrations.vllm_connector import register
+
+NAMES = {"lru": None, "arc": None, "hvd": None, "HvdCachePolicy": "tiercache.integrations.vllm_policy"}
 PLACES = 8
 
 
@@ -82,6 +84,8 @@ class Calls:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(5))
 def test_as_many_go_as_are_asked_for_or_none(name: str, seed: int) -> None:
+    for _ in range(2):  # vLLM loads plug-ins more than once
+        register()
     calls = Calls(CachePolicyFactory.get_cache_policy_cls(name, NAMES[name])(PLACES), seed)
     for number in range(400):
         calls.request(number)

@@ -22,6 +22,7 @@ know nothing of vLLM.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Final
 
 NAME: Final = "TierCacheConnector"
@@ -29,7 +30,10 @@ NAME: Final = "TierCacheConnector"
 
 
 def register() -> None:
-    """Tell vLLM of the connector. vLLM calls this in each of its processes, at times more than once."""
+    """Tell vLLM of the connector, and of the policy in `tiercache.integrations.vllm_policy`.
+
+    vLLM calls this in each of its processes, at times more than once.
+    """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:
@@ -37,3 +41,8 @@ def register() -> None:
     except ValueError:  # it is not known yet
         module = "tiercache.integrations.vllm_connector.connector"
         KVConnectorFactory.register_connector(NAME, module, NAME)
+    with suppress(ImportError, ValueError):  # another vLLM has no such policies, or knows this one already
+        from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
+
+        module = "tiercache.integrations.vllm_policy"
+        CachePolicyFactory.register_cache_policy("hvd", module, "HvdCachePolicy")

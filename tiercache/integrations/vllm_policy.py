@@ -1,13 +1,18 @@
-"""`hvd` as the eviction policy of vLLM's own CPU tier, a `CachePolicy` of vLLM 0.32 and 0.33 by module path.
+"""`hvd` as the eviction policy of vLLM's own CPU tier: a `CachePolicy` of vLLM 0.32 and 0.33.
 
-    PYTHONPATH=examples vllm serve ... --kv-transfer-config '{..., "kv_connector_extra_config": {
-        "cpu_bytes_to_use": ...,
-        "eviction_policy": "HvdCachePolicy", "cache_policy_module_path": "vllm_policy"}}'
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 34359738368, "eviction_policy": "hvd"}}'
 
-A chunk is a unit (see `tiercache.policy.base`). vLLM tells the keys of a request with their positions, so a
-chunk stays until those that follow it have gone. A state stands on the page of its depth, and where there are
-states, a page on which none stands is of no use.
+vLLM knows the name by the entry point `vllm.general_plugins`; docs/policies.md has the way without it.
+
+vLLM's unit is a *chunk*: some blocks of a group of layers, whose key stands for all tokens up to their end.
+It stays until those that stand on it have gone. Where there are states, pages on which none stands go first:
+
+    attention    p1 <- p2 <- p3 <- p4      a chunk stands on the one before it
+    states                   s3    s4      a state, before which none of its group is stored, on that beside
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -17,30 +22,34 @@ import numpy as np
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
-from tiercache.policy import LEARN_EVERY, CheckpointKind, Costs, ModelProfile, Reuse, Units
-from tiercache.policy.base import Column
-from tiercache.policy.hvd import HitValueDensity
+from tiercache.policy import LEARN_EVERY, CheckpointKind, Costs, ModelProfile, Reuse, Units, policy_named
 from tiercache.policy.order import Front
 
-COSTS: Final = Costs(ModelProfile("tokens", 1, 1, flops_per_token=1.0, flops_per_context_token=0.0))
-"""A miss costs the tokens that have to be computed."""
-TOLD: Final = ("last_access", "hits", "depth", "children", "replay", "checkpoint", "lineage", "grown")
-OWN: Final = ("upper", "made", "below", "idle", "busy", "ends", "last")
-"""Row of the chunk above; request; stored followers; and whether the chunk is stored and unread,
-of an unfinished request, where a request ended, the last one that its request made.
+_TOLD: Final = ("last_access", "hits", "depth", "children", "replay", "checkpoint", "lineage", "grown")
+_OWN: Final = ("upper", "made", "below", "idle", "busy", "ends", "last")
+"""Columns of the chunks: those of `Units`, in chunks and requests, and others: the row of the one on which it
+stands (its own for none), the number of the request that made it, and how many stored ones stand on it;
+whether it is stored and unread, an unfinished request uses it, one has ended there, and made none behind it.
 """
 
 
-class _Chunks(SimpleNamespace):
+class _Request:
+    """A request of which vLLM names the keys bit by bit."""
+
+    def __init__(self, number: int, columns: object) -> None:
+        self.number, self.columns = number, columns  # the columns are others once the tier was emptied
+        self.chains: dict[int, list[OffloadKey]] = {}  # keys by group, in the order of the tokens
+        self.places: dict[OffloadKey, int] = {}  # of each key in its chain
+        self.inherited: dict[int, dict[str, int]] = {}  # lineage and growth of what it makes, by group
+        self.held: list[OffloadKey] = []  # keys of chunks that stay until it is finished
+
+
+class _Units(SimpleNamespace):
     def __len__(self) -> int:
         return len(self.depth)
 
 
-class _Request(SimpleNamespace):
-    """Request: number, keys by group (`chains`), their `places`, what was `found`, and the keys in use."""
-
-
-class HvdCachePolicy(CachePolicy):  # type: ignore[misc]
+class HvdCachePolicy(CachePolicy):  # type: ignore[misc]  # vLLM has no types
     """Chunks of vLLM's CPU tier, the least worth of which go first. Thread safety: none, as vLLM's own."""
 
     def __init__(self, cache_capacity: int) -> None:
@@ -49,34 +58,36 @@ class HvdCachePolicy(CachePolicy):  # type: ignore[misc]
 
     def clear(self) -> None:
         """Forget all chunks, and what was learned of them."""
-        self._policy, self._now, self._page_tokens = HitValueDensity(COSTS), 0, 1
+        profile = ModelProfile("tokens", 1, 1, flops_per_token=1.0, flops_per_context_token=0.0)
+        self._policy, self._now, self._page_tokens = policy_named("hvd", Costs(profile)), 0, 1
         self._chunks: dict[OffloadKey, ChunkStatus] = {}
         self._gone: dict[OffloadKey, None] = {}  # evicted ones, as many as the tier has places
-        self._rows: dict[OffloadKey, int] = {}
+        self._rows: dict[OffloadKey, int] = {}  # of both, in the columns
         rows = 2 * self.cache_capacity + 1
-        self._keys, self._free = [OffloadKey(b"")] * rows, [*range(rows)]
-        self._at: dict[str, Column] = {name: np.zeros(rows, np.int64) for name in (*TOLD, *OWN)}
+        self._keys, self._free_rows = [OffloadKey(b"")] * rows, [*range(rows)]
+        self._at = {name: np.zeros(rows, np.int64) for name in (*_TOLD, *_OWN)}
 
     def get(self, key: OffloadKey) -> ChunkStatus | None:
         """Return a stored chunk."""
         return self._chunks.get(key)
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Count the request, if it is new."""
-        self._missed = self._of(req_context)
+        """Count the hits of a request, if it is new."""
+        self._last_told = self._request_of(req_context)
 
     on_store_miss = on_request_access = touch
 
     def insert(self, key: OffloadKey, chunk: ChunkStatus, req_context: ReqContext | None = None) -> None:
-        """Add a chunk of the request that was told last: vLLM 0.32 does not name it here."""
-        request, group = self._missed, get_offload_group_idx(key)
+        """Add a chunk of a request, or of the one that was told last: vLLM 0.32 does not name it."""
+        request = self._last_told if req_context is None else self._request_of(req_context)
+        group = get_offload_group_idx(key)
         chain, place = request.chains.get(group, [key]), request.places.get(key, 0)
         near = next((n for n in range(place, 0, -1) if chain[n - 1] in self._chunks), 0)
-        beside = (
-            other[place] for other in request.chains.values() if other is not chain and place < len(other)
-        )
-        above = chain[near - 1] if near == place > 0 else next((k for k in beside if k in self._chunks), key)
-        row = self._rows[key] = self._rows[key] if key in self._gone else self._free.pop()
+        above = chain[near - 1]
+        if near < place or not place:  # it is a state, or the first page
+            beside = (c[place] for c in request.chains.values() if c is not chain and place < len(c))
+            above = next((other for other in beside if other in self._chunks), key)
+        row = self._rows[key] = self._rows[key] if key in self._gone else self._free_rows.pop()
         self._gone.pop(key, None)
         self._keys[row], self._chunks[key] = key, chunk
         made = {
@@ -84,30 +95,28 @@ class HvdCachePolicy(CachePolicy):  # type: ignore[misc]
             "checkpoint": CheckpointKind.END * (near < place), "upper": self._rows[above],
             "made": request.number, "idle": chunk.is_ready, "busy": 1, "last": 1,
         }  # fmt: skip
-        for name, value in (dict.fromkeys(self._at, 0) | request.found.get(group, {}) | made).items():
+        for name, value in (dict.fromkeys(self._at, 0) | request.inherited.get(group, {}) | made).items():
             self._at[name][row] = value
         request.held.append(key)
-        self._follow(row, 1)
+        self._count_above(row, 1)
 
-    def on_request_finished(
-        self, key_groups: Any, insertion_only_keys: Any, reused_keys: Any, req_context: Any
-    ) -> None:
-        """Note where the request ended: the next one of its session goes on there."""
-        request = self._of(req_context)
+    def on_request_finished(self, key_groups: Any, inserted: Any, reused: Any, context: ReqContext) -> None:
+        """Let the chunks of the request go, and note where it ended: its session may go on there."""
+        request = self._request_of(context)
         self._at["busy"][[self._rows[key] for key in request.held if key in self._rows]] = 0
         for chain in request.chains.values():
             self._at["ends"][[self._rows[key] for key in chain if key in self._chunks][-1:]] = 1
 
-    def mark_evictable(self, key: OffloadKey, *, idle: bool = True) -> None:
+    def mark_evictable(self, key: OffloadKey) -> None:
         """Note that the chunk is stored, and not read."""
-        self._at["idle"][self._rows[key]] = idle
+        self._at["idle"][self._rows[key]] = 1
 
     def mark_non_evictable(self, key: OffloadKey) -> None:
         """Note that the chunk is read."""
-        self.mark_evictable(key, idle=False)
+        self._at["idle"][self._rows[key]] = 0
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
-        """Evict `n` chunks that nobody uses, or none."""
+        """Evict `n` chunks that nobody uses and that are not `protected`, or none if there are fewer."""
         at, gone = self._at, list[tuple[OffloadKey, ChunkStatus]]()
         free = at["idle"] > 0
         free[[self._rows[key] for key in protected if key in self._chunks]] = False
@@ -116,7 +125,7 @@ class HvdCachePolicy(CachePolicy):  # type: ignore[misc]
         front: Front[tuple[float, int, int, int]] = Front(steady=False, fewest=1)
         is_state = at["checkpoint"] > 0
         while len(gone) < n:
-            if not len(front):
+            if not len(front):  # rank all on which nothing stands, and take those that are worth least
                 ends = np.flatnonzero(free & (at["below"] + at["busy"] == 0))
                 rows = ends if len(ends) else np.flatnonzero(free)
                 ranks = self._policy.rank(self._units(rows)) * (is_state[rows] | ~is_state.any())
@@ -136,15 +145,15 @@ class HvdCachePolicy(CachePolicy):  # type: ignore[misc]
         """Take a chunk out, and remember it."""
         del self._chunks[key]
         self._at["idle"][self._rows[key]] = 0
-        self._follow(self._rows[key], -1)
+        self._count_above(self._rows[key], -1)
         self._gone[key] = None
         if len(self._gone) > self.cache_capacity:
             oldest = next(iter(self._gone))
             del self._gone[oldest]
-            self._free.append(self._rows.pop(oldest))
+            self._free_rows.append(self._rows.pop(oldest))
 
-    def _follow(self, row: int, by: int) -> None:
-        """Count a chunk that comes or goes on the one above it."""
+    def _count_above(self, row: int, by: int) -> None:
+        """Count a chunk that comes or goes at the one on which it stands."""
         at, upper = self._at, self._at["upper"][row]
         is_other = at["made"][upper] != at["made"][row]
         if upper != row:
@@ -152,22 +161,22 @@ class HvdCachePolicy(CachePolicy):  # type: ignore[misc]
             at["children"][upper] = max(0, at["children"][upper] + by * is_other)
             at["last"][upper] &= is_other or by < 0
 
-    def _of(self, context: ReqContext) -> _Request:
-        """Return what is known of a request, with the keys that vLLM has named since."""
+    def _request_of(self, context: ReqContext) -> _Request:
+        """Return what is known of a request, with the keys that vLLM has named since; a new one is a tick."""
         request = cast(_Request | None, context.get_state(_Request))
-        is_new = request is None or request.cache is not self._at
+        is_new = request is None or request.columns is not self._at
         if request is None or is_new:
             self._now += 1
-            request = _Request(cache=self._at, number=self._now, chains={}, places={}, found={}, held=[])
+            request = _Request(self._now, self._at)
             context.set_state(request)
-        told: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
-        for key in [*told][len(request.places) :]:
+        ends: dict[OffloadKey, int] = context._offload_key_positions  # nothing public lists the keys
+        for key in [*ends][len(request.places) :]:
             chain = request.chains.setdefault(get_offload_group_idx(key), [])
-            self._page_tokens = self._page_tokens if chain else told[key]
+            self._page_tokens = self._page_tokens if chain else ends[key]
             request.places[key] = len(chain)
             chain.append(key)
         for group, chain in request.chains.items() if is_new else ():
-            request.found[group] = self._find(request, chain)
+            request.inherited[group] = self._find(request, chain)
         if is_new and self._now % LEARN_EVERY == 0:
             is_end = (self._at["below"] == 0) | (self._at["children"] > 0)
             live = [row for key in self._chunks if is_end[row := self._rows[key]]]
@@ -176,35 +185,31 @@ class HvdCachePolicy(CachePolicy):  # type: ignore[misc]
         return request
 
     def _find(self, request: _Request, chain: list[OffloadKey]) -> dict[str, int]:
-        """Tell `hvd` of the deepest chunk that is stored, and of a deeper one that was lost."""
+        """Tell the policy of the hit, at the deepest stored chunk, and of a miss, at a deeper evicted one."""
         at, lineage, known = self._at, 0, 0
         for table in (self._chunks, self._gone):
             key = next((key for key in reversed(chain) if key in table), None)
             if key is None or request.places[key] < known:
                 continue
             row, known = self._rows[key], request.places[key] + 1
-            told = {name: int(at[name][row]) for name in TOLD if name in Reuse._fields}
+            told = {name: int(at[name][row]) for name in _TOLD if name in Reuse._fields}
             age = self._now - int(at["last_access"][row])
             self._policy.reused(Reuse(**told, ending=0, digest=0, age=age, evicted=table is self._gone))
             lineage = int(at["lineage"][row]) + 1 if at["ends"][row] else 0
             request.held.append(key)
             at["busy"][row] = table is self._chunks
-            run = (
-                (at["made"] == at["made"][row])
-                & (at["hits"] == at["hits"][row])
-                & (at["depth"] <= at["depth"][row])
-            )
-            run &= (at["checkpoint"] == at["checkpoint"][row]) & (at["last_access"] == at["last_access"][row])
+            run = at["depth"] <= at["depth"][row]  # it, and what was made and hit with it before it
+            for name in ("made", "hits", "checkpoint", "last_access"):
+                run &= at[name] == at[name][row]
             at["hits"][run], at["last_access"][run] = at["hits"][row] + 1, self._now
         return {"lineage": lineage, "grown": len(chain) - known}
 
     def _units(self, rows: Any) -> Units:
+        """Return rows as units. The bytes of a page go with a state that is the only one on it."""
         at = np.asarray(rows, np.int64)
-        told = {name: self._at[name][at] for name in TOLD}
-        alone = (told["checkpoint"] > 0) & (
-            self._at["below"][self._at["upper"][at]] < 2
-        )  # its pages go with it
+        told = {name: self._at[name][at] for name in _TOLD}
+        alone = (told["checkpoint"] > 0) & (self._at["below"][self._at["upper"][at]] < 2)
         zero = np.zeros(len(at), np.int64)
         told |= dict.fromkeys(("created", "ending", "expected", "digest", "covered"), zero)
         told |= {"kind": zero + 1, "nbytes": np.where(alone, told["replay"] + 1, 1)}
-        return cast(Units, _Chunks(now=self._now, page_tokens=self._page_tokens, **told))
+        return cast(Units, _Units(now=self._now, page_tokens=self._page_tokens, **told))
