@@ -12,17 +12,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.server_args import ServerArgs
 
 from tests.engines.sglang import rig
-from tests.engines.sglang.rig import (
-    PAGES,
-    any_state,
-    backend,
-    keys,
-    kv_pool,
-    mamba_pool,
-    page,
-    rows,
-    state_at,
-)
+from tests.engines.sglang.rig import backend, keys, kv_pool, mamba_pool, page, rows, state_at
 from tiercache.integrations import sglang_server as server
 
 
@@ -36,7 +26,7 @@ def test_a_restart_finds_everything_and_another_identity_nothing(shared: str) ->
     assert again.batch_get_v1(names, rows(10, 11, 12)) == [True] * 3
     assert [page(kv, i) for i in (10, 11, 12)] == expected
     again.close()
-    larger = backend(shared, kv_pool(pages=PAGES * 2))  # the size of the pool means nothing
+    larger = backend(shared, kv_pool(pages=rig.PAGES * 2))  # the size of the pool means nothing
     assert larger.batch_exists(names) == 3
     larger.close()
     tagged = kv_pool()
@@ -67,7 +57,7 @@ def test_states_of_another_dtype_or_layout_are_not_found(shared: str) -> None:
     ):
         store.close()
         store = backend(shared, kv_pool(), pool)
-        assert store.batch_exists_v2(names, [any_state()]).kv_hit_pages == hit
+        assert store.batch_exists_v2(names, [rig.any_state()]).kv_hit_pages == hit
 
 
 def test_the_kinds_of_eight_bits_never_meet(url: str) -> None:
@@ -165,7 +155,7 @@ def test_latent_pages_are_one_ranks_and_everybodys_but_states_are_not(shared: st
     first.close()
     fourth = backend(shared, latent, mamba, rank=3, size=4, mla=True)
     assert fourth.batch_exists(names) == 1
-    assert fourth.batch_exists_v2(names, [any_state()]).kv_hit_pages == 0
+    assert fourth.batch_exists_v2(names, [rig.any_state()]).kv_hit_pages == 0
     fourth.close()
     # Pages with heads are every rank's own, whatever the model is said to be: a draft model's, say.
     sharded = backend(shared, mha, rank=0, size=4, mla=True)

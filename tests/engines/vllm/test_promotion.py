@@ -8,19 +8,8 @@ import pytest
 from vllm.v1.kv_offload.base import Locality, Medium, TierFilter, TierMatcher
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from tests.engines.vllm.rig import (
-    HIT,
-    HIT_PENDING,
-    MISS,
-    RETRY,
-    ROW,
-    ROWS,
-    WINDOW,
-    Engine,
-    content,
-    key,
-    keys,
-)
+from tests.engines.vllm import rig
+from tests.engines.vllm.rig import HIT, MISS, RETRY, ROW, WINDOW, Engine, content, key, keys
 from tiercache.core import PoolName
 from tiercache.storage.registry import open_backend
 
@@ -39,10 +28,10 @@ def test_a_lookup_says_retry_then_pending_then_hit_and_the_bytes_are_right(tier:
     with Engine(tier) as engine:
         assert engine.row_bytes == ROW
         engine.store("a", "b", "c")
-        engine.store(*range(ROWS))  # their rows are needed: the primary tier evicts them
+        engine.store(*range(rig.ROWS))  # their rows are needed: the primary tier evicts them
         said = engine.answers(keys("a", "b", "z", "c"))
         assert said[0] == [RETRY] * 4
-        assert [HIT_PENDING, HIT_PENDING, MISS, HIT_PENDING] in said
+        assert [rig.HIT_PENDING, rig.HIT_PENDING, MISS, rig.HIT_PENDING] in said
         assert said[-1] == [HIT, HIT, MISS, HIT]
         for name in "abc":
             assert engine.read(keys(name)[0]) == content(name)
