@@ -12,17 +12,6 @@ from tiercache.integrations.transformers.trial import ProbeReport
 from tiercache.integrations.transformers.worker import Worker
 
 __all__ = [
-    "CacheLayout",
-    "Generation",
-    "ModelRunner",
-    "PoolTensors",
-    "ProbeReport",
-    "Request",
-    "Sampling",
-    "TailMode",
-    "Worker",
-    "differences",
-    "inspect_cache",
-    "load",
-    "probe",
-]
+    "CacheLayout", "Generation", "ModelRunner", "PoolTensors", "ProbeReport", "Request", "Sampling",
+    "TailMode", "Worker", "differences", "inspect_cache", "load", "probe",
+]  # fmt: skip

@@ -69,17 +69,15 @@ def allocate_pools(layout: CacheLayout, page_slots: int, state_slots: int) -> Po
 
     Raises ConfigError if a device has no room for them.
     """
+
+    def zeros(count: int, tensors: Iterable[TensorLayout]) -> dict[tuple[int, str], torch.Tensor]:
+        return {
+            (t.layer, t.name): torch.zeros((count, *t.shape), dtype=t.dtype, device=t.device) for t in tensors
+        }
+
     try:
-        kv = {
-            (t.layer, t.name): torch.zeros(
-                (page_slots * layout.page_size, *t.shape), dtype=t.dtype, device=t.device
-            )
-            for t in layout.kv_tensors()
-        }
-        states = {
-            (t.layer, t.name): torch.zeros((state_slots, *t.shape), dtype=t.dtype, device=t.device)
-            for t in layout.state_tensors()
-        }
+        kv = zeros(page_slots * layout.page_size, layout.kv_tensors())
+        states = zeros(state_slots, layout.state_tensors())
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"the device has no room for {page_slots} pages and {state_slots} states beside the model; ask"
@@ -107,9 +105,8 @@ def export_pages(cache: DynamicCache, pool: PoolTensors, first_page: int, slots:
             # [heads, tokens, head_dim] -> [heads, pages, page_size, head_dim]
             #                           -> [pages, page_size, heads, head_dim]
             held = layout.tensor_of(cache, t.layer, t.name)[0, :, start:stop]
-            by_page = held.reshape(held.shape[0], len(index), layout.page_size, held.shape[-1]).permute(
-                1, 2, 0, 3
-            )
+            by_page = held.reshape(held.shape[0], len(index), layout.page_size, held.shape[-1])
+            by_page = by_page.permute(1, 2, 0, 3)
             pool.pages(t.layer, t.name).index_copy_(0, at[t.device], by_page)
 
 

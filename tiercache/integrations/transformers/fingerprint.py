@@ -69,13 +69,10 @@ copy of one table under this name, and then reads the copy. The walk covers the 
 copy.
 """
 _SCALARS: Final = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
+_NAMED: Final = (Enum, torch.dtype, torch.layout, torch.memory_format, np.generic, np.dtype, range)
 _FUNCTIONS: Final = (
-    types.FunctionType,
-    types.MethodType,
-    types.BuiltinFunctionType,
-    types.MethodWrapperType,
-    functools.partial,
-)
+    types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType, partial
+)  # fmt: skip
 
 
 class Facts:
@@ -123,15 +120,12 @@ class Facts:
         return hasher.hexdigest()
 
     def _walk(self, path: str, value: Any) -> None:
+        kind = type(value)
         if isinstance(value, _SCALARS) and not isinstance(value, Enum):
-            self.values[path] = (
-                repr(value) if type(value) in _SCALARS else f"{type(value).__qualname__} {value!r}"
-            )
+            self.values[path] = repr(value) if kind in _SCALARS else f"{kind.__qualname__} {value!r}"
             return
-        if isinstance(
-            value, Enum | torch.dtype | torch.layout | torch.memory_format | np.generic | np.dtype | range
-        ):
-            self.values[path] = f"{type(value).__qualname__} {value!s}"
+        if isinstance(value, _NAMED):
+            self.values[path] = f"{kind.__qualname__} {value!s}"
             return
         if isinstance(value, torch.device):
             self.values[path] = value.type  # the number of the device does not change what is computed
@@ -150,10 +144,8 @@ class Facts:
         if isinstance(value, torch.Tensor):
             self._tensor(path, value)
         elif isinstance(value, np.ndarray):
-            self.values[path] = (
-                f"array {value.dtype} {value.shape}"
-                f" {blake3(np.ascontiguousarray(value).tobytes()).hexdigest()}"
-            )
+            digest = blake3(np.ascontiguousarray(value).tobytes()).hexdigest()
+            self.values[path] = f"array {value.dtype} {value.shape} {digest}"
         elif isinstance(value, torch.nn.Module):
             self._module(path, value)
         elif isinstance(value, Mapping):
@@ -166,11 +158,8 @@ class Facts:
             for n, item in enumerate(value):
                 self._walk(f"{path}[{n}]", item)
         elif isinstance(value, set | frozenset):
-            self.values[path] = (
-                f"set {sorted(map(repr, value))}"
-                if all(isinstance(item, _SCALARS) for item in value)
-                else "set"
-            )
+            is_plain = all(isinstance(item, _SCALARS) for item in value)
+            self.values[path] = f"set {sorted(map(repr, value))}" if is_plain else "set"
             self.read.append((partial(_is_equal, value, frozenset(value)), (True,)))
         elif isinstance(value, type):
             self.values[path] = _name(value)
@@ -233,15 +222,10 @@ class Facts:
 
         A forward looks them up in global tables, whose entries may be replaced at any time.
         """
-        chosen = {
-            value.strip("'")
-            for path, value in self.values.items()
-            if path.endswith("._attn_implementation_internal")
-        }
-        for table, functions in (
-            ("attention", ALL_ATTENTION_FUNCTIONS),
-            ("mask", ALL_MASK_ATTENTION_FUNCTIONS),
-        ):
+        end = "._attn_implementation_internal"
+        chosen = {value.strip("'") for path, value in self.values.items() if path.endswith(end)}
+        tables = {"attention": ALL_ATTENTION_FUNCTIONS, "mask": ALL_MASK_ATTENTION_FUNCTIONS}
+        for table, functions in tables.items():
             for name in sorted(chosen):
                 self._walk(f"{table} function {name}", self._look_up(partial(functions.get, name)))
 
@@ -252,9 +236,8 @@ class Facts:
             self._walk(f"{path}.arguments", [value.args, value.keywords])
             return
         self.values[path] = f"{_name(value)} {_code(value)}"
-        if (owner := getattr(value, "__self__", None)) is not None and not isinstance(
-            owner, types.ModuleType
-        ):
+        owner = getattr(value, "__self__", None)
+        if owner is not None and not isinstance(owner, types.ModuleType):
             self._walk(f"{path}.self", owner)
         for n, cell in enumerate(getattr(value, "__closure__", None) or ()):
             try:

@@ -127,10 +127,9 @@ class CacheLayout:
     @cached_property
     def kv_geometry(self) -> Geometry:
         """Geometry of a page: `k` and `v` of each attention layer, each `[page_size, heads, head_dim]`."""
-        segments = [
-            Segment(t.layer, t.name, (self.page_size, *t.shape), t.dtype_name) for t in self.kv_tensors()
-        ]
-        return Geometry(PoolName.KV, self.page_size, tuple(segments))
+        size, tensors = self.page_size, self.kv_tensors()
+        segments = (Segment(t.layer, t.name, (size, *t.shape), t.dtype_name) for t in tensors)
+        return Geometry(PoolName.KV, size, tuple(segments))
 
     @cached_property
     def state_geometries(self) -> dict[PoolName, Geometry]:
@@ -142,9 +141,8 @@ class CacheLayout:
             pool: [(t.layer, t.name, t.shape, t.dtype_name) for t in self.state_tensors() if t.pool is pool]
             for pool in STATES
         }
-        return {
-            pool: state_geometry(held, self.page_size, pool=pool) for pool, held in tensors.items() if held
-        }
+        size = self.page_size
+        return {pool: state_geometry(held, size, pool=pool) for pool, held in tensors.items() if held}
 
     @property
     def geometries(self) -> dict[PoolName, Geometry]:
@@ -241,9 +239,8 @@ def inspect_cache(cache: object, page_size: int, tokens: int, *, positions: int 
             f"the model keeps its cache in a {type(cache).__name__}, which may hold more than its layers;"
             " only DynamicCache is served"
         )
-    layout = CacheLayout(
-        page_size, tuple(_layer(n, layer, tokens, positions) for n, layer in enumerate(cache.layers))
-    )
+    layers = (_layer(n, layer, tokens, positions) for n, layer in enumerate(cache.layers))
+    layout = CacheLayout(page_size, tuple(layers))
     if not layout.geometries:
         raise UnsupportedModelError("no layer of the model keeps KV or a state, so there is nothing to cache")
     return layout
@@ -322,16 +319,7 @@ def _states(n: int, layer: Any) -> Iterator[TensorLayout]:
                     f"layer {n} ({type(layer).__name__}) holds a {kind} state of shape {tuple(tensor.shape)} "
                     "for one sequence; [1, ...] is needed"
                 )
-            kernel = layer.conv_kernel_size[index] if kind == "conv" else None
+            name, kernel = f"{kind}_{index}", layer.conv_kernel_size[index] if kind == "conv" else None
             shape, stride = tuple(tensor.shape[1:]), tuple(tensor.stride()[1:])
-            yield TensorLayout(
-                n,
-                f"{kind}_{index}",
-                shape,
-                stride,
-                tensor.dtype,
-                tensor.device,
-                PoolName.MAMBA,
-                index,
-                kernel,
-            )
+            dtype, device = tensor.dtype, tensor.device
+            yield TensorLayout(n, name, shape, stride, dtype, device, PoolName.MAMBA, index, kernel)

@@ -183,10 +183,9 @@ class _Search:
         for length in sorted({*named, self._usual, *self._doublings(max(named, default=0))}):
             why = self._cross(length) if length in named else self._double(length)
             if why:
-                _log.warning(
-                    "sequences of more than %d tokens are computed without the cache: %s", self._passed, why
-                )
-                return {"limit": self._passed, "why": why}
+                most = self._passed
+                _log.warning("sequences of more than %d tokens are computed without the cache: %s", most, why)
+                return {"limit": most, "why": why}
         return {}
 
     def _doublings(self, top: int) -> Iterator[int]:
@@ -210,11 +209,8 @@ class _Search:
         # |--------------------------------- cut ---------------|-> BEYOND
         # The cut beyond the length reveals sparse attention: a prefix that is fed alone keeps the KV of more
         # tokens than the same prefix keeps at the beginning of a longer prompt.
-        for tokens, cuts in (
-            (length + BEYOND, (below,)),
-            (2 * length + BEYOND, (below, above)),
-            (2 * length + BEYOND, (above,)),
-        ):
+        once, twice = length + BEYOND, 2 * length + BEYOND
+        for tokens, cuts in ((once, (below,)), (twice, (below, above)), (twice, (above,))):
             if fault == "":
                 fed = min(max(tokens, MIN_TOKENS), self._end)
                 fault = self._try(fed, tuple(cut for cut in cuts if cut < fed) or (below,))

@@ -102,10 +102,8 @@ class ModelRunner:
     def forward(self, cache: DynamicCache, tokens: Any, start: int) -> torch.Tensor:
         """Feed the sequence's tokens from position `start` on; return the logits after the last one.
 
-        See `logits` for the errors.
-
         `start` is the number of tokens that `cache` holds. The logits are `[vocab]` float32 on the model's
-        device.
+        device. Raises as `logits` does.
         """
         return self.logits(cache, tokens, start, keep=1)[0]
 
@@ -226,27 +224,22 @@ class ModelRunner:
         return self._logits(out, keep)
 
     def _logits(self, out: Any, keep: int) -> torch.Tensor:
-        logits = getattr(out, "logits", None)
-        if (
-            not isinstance(logits, torch.Tensor)
-            or logits.dim() != 3
-            or logits.shape[0] != 1
-            or logits.shape[1] < keep
-        ):
+        logits: Any = getattr(out, "logits", None)
+        shape = logits.shape if isinstance(logits, torch.Tensor) else ()
+        if len(shape) != 3 or shape[0] != 1 or shape[1] < keep:
             raise UnsupportedModelError(
                 f"{self._name} returns no logits [1, tokens, vocabulary]; load the causal language model"
             )
-        return logits[0, -keep:].float()
+        kept: torch.Tensor = logits[0, -keep:].float()
+        return kept
 
     def without_cache(self, tokens: Any, keep: int) -> torch.Tensor:
         """Run the model without a cache or positions; return the logits after each of the last `keep` tokens.
 
         The logits have shape `[keep, vocab]` and are float32.
         """
-        return self._logits(
-            self._run(self._ids(tokens), keep, {"use_cache": False} if "use_cache" in self._takes else {}),
-            keep,
-        )
+        arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in self._takes else {}
+        return self._logits(self._run(self._ids(tokens), keep, arguments), keep)
 
     def _run(self, ids: torch.Tensor, keep: int, arguments: dict[str, Any]) -> Any:
         """Call the model and return its output.
@@ -291,9 +284,8 @@ class ModelRunner:
             cache = self.new_cache()
         # DynamicCache reads attributes that another kind of configuration may lack.
         except Exception as error:
-            raise UnsupportedModelError(
-                f"{self._name} cannot have a DynamicCache: {first_line(error)}"
-            ) from error
+            why = first_line(error)
+            raise UnsupportedModelError(f"{self._name} cannot have a DynamicCache: {why}") from error
         self._step(cache, ids, 0, 1)
         layout = self.layout_of(cache, TINY)
         self._counts = not layout.counts_tokens

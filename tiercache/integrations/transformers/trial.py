@@ -121,10 +121,8 @@ class Trial:
             self._round_trip(depth)
         chunk_checks = self._cut_checks(TailMode.CHUNK)
         fault = self._fault(TailMode.CHUNK, chunk_checks, tolerance)
-        mode = TailMode.TOKEN if fault else TailMode.CHUNK
-        return ProbeReport(
-            mode, self._n, self._scale, tolerance, (*token_checks, *chunk_checks), reactions, fault
-        )
+        mode, checks = TailMode.TOKEN if fault else TailMode.CHUNK, (*token_checks, *chunk_checks)
+        return ProbeReport(mode, self._n, self._scale, tolerance, checks, reactions, fault)
 
     @cached_property
     def _uncut(self) -> torch.Tensor:
@@ -228,11 +226,9 @@ class Trial:
         n, c, middle = self._n, self._chunk, self._chunk // 2 + 5
         # Feeding one token at a time is slow on a large model. 12 tokens are enough: no known convolution
         # kernel is longer.
-        several = (
-            [(c,), (middle,), (n - 7,), (middle, c, n - 7, n - 1)]
-            if mode is TailMode.CHUNK
-            else [(n - 1,), (n - 12,)]
-        )
+        several: list[tuple[int, ...]] = [(n - 1,), (n - 12,)]
+        if mode is TailMode.CHUNK:
+            several = [(c,), (middle,), (n - 7,), (middle, c, n - 7, n - 1)]
         return tuple(CutCheck(mode, cuts, self._cut_error(mode, cuts)) for cuts in several)
 
     def _cut_error(self, mode: TailMode, cuts: tuple[int, ...]) -> float:
@@ -262,9 +258,8 @@ class Trial:
 
         def following(cache: DynamicCache) -> torch.Tensor:
             # In TOKEN mode one token is enough: it reads every tensor that later tokens would read.
-            return self._run(
-                cache, self._prompt[-SHORT:][: 1 if mode is TailMode.TOKEN else SHORT], self._n - SHORT, mode
-            )
+            fed = self._prompt[-SHORT:][: 1 if mode is TailMode.TOKEN else SHORT]
+            return self._run(cache, fed, self._n - SHORT, mode)
 
         base = following(copy.deepcopy(self._cache))
         for t in self._layout.tensors():
@@ -286,11 +281,8 @@ class Trial:
             "state": [t for t in states if t.pool is PoolName.MAMBA],
             "window": [t for t in states if t.pool is PoolName.SWA],
         }
-        found = {
-            kind: _gap(self._tail(self._replaced(ts), TailMode.TOKEN), base)
-            for kind, ts in kinds.items()
-            if ts
-        }
+        kinds = {k: ts for k, ts in kinds.items() if ts}
+        found = {k: _gap(self._tail(self._replaced(ts), TailMode.TOKEN), base) for k, ts in kinds.items()}
         for kind in [kind for kind in found if kind != "kv"] or ["kv"]:
             if not found[kind] > tolerance:
                 raise UnsupportedModelError(
@@ -305,9 +297,8 @@ class Trial:
         cache = copy.deepcopy(self._cache)
         with torch.inference_mode():
             for t in tensors:
-                mine, theirs = (
-                    self._layout.tensor_of(c, t.layer, t.name) for c in (cache, self._other_cache)
-                )
+                both = (cache, self._other_cache)
+                mine, theirs = (self._layout.tensor_of(c, t.layer, t.name) for c in both)
                 # A tensor that depends only on the position is equal in both caches, so add 1 to it instead.
                 mine.copy_(theirs if not torch.equal(mine, theirs) else theirs + 1)
         return cache

@@ -20,26 +20,13 @@ from typing import Any, Literal, Self
 
 from transformers import PreTrainedModel
 
-from tiercache.controller import (
-    ControllerOptions,
-    EngineFactory,
-    HybridCacheController,
-    PrefetchTicket,
-    Preview,
-)
+from tiercache.controller import ControllerOptions, EngineFactory, HybridCacheController
+from tiercache.controller.lookup import Preview
+from tiercache.controller.prefetch import PrefetchTicket
 from tiercache.core import PoolName, TokenArray
 from tiercache.errors import InputError, TokenError
-from tiercache.integrations.transformers.arguments import (
-    chunk_of,
-    count_of,
-    extra_of,
-    known_profile,
-    model_of,
-    require,
-    size_of,
-    split_device_bytes,
-    stops_of,
-)
+from tiercache.integrations.transformers import arguments
+from tiercache.integrations.transformers.arguments import count_of, extra_of, require, size_of
 from tiercache.integrations.transformers.probe import load
 from tiercache.integrations.transformers.requests.request import (
     GREEDY,
@@ -128,9 +115,9 @@ class Worker:
                 f"engine is of type {type(engine).__name__}; give a function that makes a transfer engine"
             )
         page_size = count_of("page_size", page_size)
-        most_tokens = chunk_of(chunk_limit, page_size)
+        most_tokens = arguments.chunk_of(chunk_limit, page_size)
         require("options", options, ControllerOptions, "ControllerOptions of tiercache.controller")
-        model = model_of(model)
+        model = arguments.model_of(model)
         self.watch = Watch(model, contents=identity is None)
         """Record of the model to which the cache is bound.
 
@@ -143,7 +130,7 @@ class Worker:
 
         Longer sequences are computed without the cache.
         """
-        page_slots, state_slots = split_device_bytes(device_size, self.runner.layout)
+        page_slots, state_slots = arguments.split_device_bytes(device_size, self.runner.layout)
         self.tensors = self.runner.allocate_pools(page_slots, state_slots)
         self.device = next(self.runner.layout.tensors()).device
         self.stream = stream or stream_of(self.device)
@@ -172,14 +159,14 @@ class Worker:
             self.engine_report = getattr(made, "report", "")
             return made
 
-        bound = (
-            self.watch.bound(identity) if identity else identity_of(model, self.runner, page_size, self.watch)
-        )
+        bound = self.watch.bound(identity) if identity else None
+        bound = bound or identity_of(model, self.runner, page_size, self.watch)
         self._has_storage = storage is not None
         opened = storage if storage is None or isinstance(storage, StorageBackend) else open_backend(storage)
+        profile = arguments.known_profile(model)
         try:
             self.controller = HybridCacheController(
-                bound, pools, arena, opened, options=options, profile=known_profile(model), engine=reporting
+                bound, pools, arena, opened, options=options, profile=profile, engine=reporting
             )
         except BaseException:
             if opened is not None and opened is not storage:
@@ -245,16 +232,15 @@ class Worker:
                 checked.append(self._checked(request))
             except (InputError, TokenError) as error:
                 raise type(error)(f"request {number} (the first is 0): {error}") from error
-        return Turns(
-            self.scheduler, checked, count_of("in_flight", in_flight), audit=audit, below=below
-        ).run()
+        most = count_of("in_flight", in_flight)
+        return Turns(self.scheduler, checked, most, audit=audit, below=below).run()
 
     def _checked(self, request: Request) -> Checked:
         """Return a request in the worker's form. Raises InputError and TokenError as `serve` does."""
         require("a request", request, Request, "a Request of tiercache.integrations.transformers")
         require("sampling", request.sampling, Sampling, "a Sampling of tiercache.integrations.transformers")
         count = count_of("new_tokens", request.new_tokens)
-        stops, extra = stops_of(request.stop), extra_of(request.extra)
+        stops, extra = arguments.stops_of(request.stop), extra_of(request.extra)
         return Checked(self._prompt(request.tokens, count), count, stops, extra, request.sampling)
 
     def preview(self, tokens: Any, *, extra: bytes = b"") -> Preview:

@@ -118,16 +118,14 @@ class Commits:
         page_size = self._parts.runner.page_size
         first, last = self.exported // page_size, depth // page_size
         if last > first and self._parts.runner.layout.has_pages:
-            self._parts.runner.export_pages(
-                cache, self._parts.tensors, first, self.admission.pages[PoolName.KV][first:last]
-            )
+            pages = self.admission.pages[PoolName.KV][first:last]
+            self._parts.runner.export_pages(cache, self._parts.tensors, first, pages)
             self.exported = last * page_size
         states = {depth if at is None else at: slots} if slots else {}
         # All work that writes these slots is queued by now. The fence delays the copies to the host until
         # that work is over.
-        self._parts.controller.commit(
-            self.admission, as_tokens(tokens[:depth]), states, fence=self._parts.stream.fence()
-        )
+        fence = self._parts.stream.fence()
+        self._parts.controller.commit(self.admission, as_tokens(tokens[:depth]), states, fence=fence)
         self.states += states
 
     def reserve(self, tokens: int) -> None:

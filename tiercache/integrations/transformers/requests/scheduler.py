@@ -110,11 +110,8 @@ class Scheduler:
                     self.synchronize()  # the copies to the host begin when the last request's work is over
                     deadline = time.monotonic() + COPY_SECONDS
                     continue
-                if (
-                    not self._fits(tokens)
-                    or time.monotonic() > deadline
-                    or not self.parts.controller.tick(wait=0.01)
-                ):
+                is_late = not self._fits(tokens) or time.monotonic() > deadline
+                if is_late or not self.parts.controller.tick(wait=0.01):
                     _log.warning("computing %d tokens without the cache: %s", tokens, error)
                     return None
 
@@ -214,10 +211,8 @@ class Turns:
             number = self._waiting[0]
             request = self._requests[number]
             try:
-                if not self._parts.exceeds_limit(len(request.prompt)):
-                    self._lookup = self._lookup or self._parts.controller.lookup(
-                        request.prompt, request.extra
-                    )
+                if self._lookup is None and not self._parts.exceeds_limit(len(request.prompt)):
+                    self._lookup = self._parts.controller.lookup(request.prompt, request.extra)
                 self._running[number] = self._scheduler.begin(
                     request, audit=self._audit, started=self._started, lookup=self._lookup,
                     wait=not self._running, grows=True,

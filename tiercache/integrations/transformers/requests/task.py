@@ -148,9 +148,8 @@ class Task:
         stream = self._parts.stream
         stream.synchronize()  # without this, only the queueing of the work would be measured
         self._ttft_seconds = time.perf_counter() - self._started
-        self._restore_seconds = max(
-            0.0, self._ttft_seconds - stream.seconds(self._marks[0][0], self._marks[-1][1])
-        )
+        computed = stream.seconds(self._marks[0][0], self._marks[-1][1])
+        self._restore_seconds = max(0.0, self._ttft_seconds - computed)
         # Between two chunks, other requests may have been computed.
         seconds = sum(stream.seconds(began, ended) for began, ended in self._marks)
         self._parts.controller.note_prefill(self._restored, len(self._prompt), seconds)
@@ -183,10 +182,9 @@ class Task:
             pages = admission.pages.get(PoolName.KV, ())[: depth // self._runner.page_size]
             state = admission.restored_states or None
             try:
-                wait_layer = partial(admission.wait_layer, stream=self._parts.stream.handle)
-                cache = self._runner.restore(
-                    self._parts.tensors, pages, state, wait_layer=wait_layer, tokens=depth
-                )
+                wait = partial(admission.wait_layer, stream=self._parts.stream.handle)
+                tensors = self._parts.tensors
+                cache = self._runner.restore(tensors, pages, state, wait_layer=wait, tokens=depth)
             except TransferError as error:
                 _log.warning("a layer could not be loaded: %s", error)
                 # The next call of `_settled_depth` waits for the rest of the failed load, and returns the
