@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.servers.lmcache.server import LmcacheServer
 from tests.servers.prompts import PROMPTS, check, whole_pages
 from tests.servers.server import Server
 from tests.servers.sglang.server import SglangServer, SglangTreeServer
@@ -27,7 +28,9 @@ KILLS = int(os.environ.get("KILLS", "50"))
 pytestmark = [pytest.mark.stress, pytest.mark.timeout(3 * 3600)]
 
 
-ENGINES = [SglangServer, SglangTreeServer, VllmServer, VllmConnectorServer, VllmRanksServer]
+ENGINES = [
+    SglangServer, SglangTreeServer, VllmServer, VllmConnectorServer, VllmRanksServer, LmcacheServer,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)

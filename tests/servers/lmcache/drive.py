@@ -1,9 +1,9 @@
-"""LMCache's own `fs` adapter beside ours, in one process, by turns: speed of stores and loads, bytes on disk.
+"""LMCache's own `fs` adapter beside ours, in one process, by turns: speed of stores and loads.
 
     python -m tests.servers.lmcache.drive DIRECTORY [ROUNDS]
 
-runs in LMCache's environment. One JSON line for each size of objects: gigabytes a second of each adapter
-(median over rounds), and the median of the ratios of each round.
+runs in LMCache's environment. One JSON line for each size of objects: gigabytes a second of sets, and of
+gets from the disk and from the page cache (medians over rounds), and the medians of the ratios of each round.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import select
 import sys
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from operator import truediv
 from pathlib import Path
 from statistics import median
@@ -23,35 +22,34 @@ from typing import Any
 
 import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.config import L1MemoryManagerConfig
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
-from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+from lmcache.v1.distributed.memory_manager.l1_memory_manager import L1MemoryManager
+from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import consume_fd
 
 from tests.servers.lmcache import plugin
+
+L1 = L1MemoryManager(L1MemoryManagerConfig(1 << 30, use_lazy=False, shm_name=""))
 
 
 def adapter(config: dict[str, Any]) -> Any:
     """Return an adapter as LMCache's server makes it."""
     found = parse_args_to_l2_adapters_config(SimpleNamespace(l2_adapter=[json.dumps(config)]))
-    return create_l2_adapter(found.adapters[0])
+    return create_l2_adapter(found.adapters[0], L1.get_l1_memory_desc())
 
 
 def key(name: int, model: str = "model", salt: str = "") -> ObjectKey:
     return ObjectKey(name.to_bytes(32, "big"), model, 0x01000100, 0, salt)
 
 
-def buffers(count: int, nbytes: int, fill: int | None = None) -> list[TensorMemoryObj]:
-    """Return objects of so many bytes, random ones without `fill`."""
-    data = torch.randint(0, 256, (count, nbytes), dtype=torch.uint8) if fill is None else None
-    made = []
-    for n in range(count):
-        raw = torch.full((nbytes,), fill, dtype=torch.uint8) if data is None else data[n]
-        shape, dtype = torch.Size([nbytes // 2]), torch.bfloat16
-        meta = MemoryObjMetadata(
-            shape, dtype, 0, nbytes, MemoryFormat.KV_2LTD, 1, shapes=[shape], dtypes=[dtype]
-        )
-        made.append(TensorMemoryObj(raw_data=raw, metadata=meta, parent_allocator=None))
+def buffers(count: int, nbytes: int, fill: int | None = None) -> list[MemoryObj]:
+    """Return objects of so many bytes in L1, random ones without `fill`."""
+    _, made = L1.allocate(layouts(nbytes)[0], count)
+    for one in made:
+        raw = one.raw_tensor[:nbytes]
+        raw.random_(0, 256) if fill is None else raw.fill_(fill)
     return made
 
 
@@ -89,8 +87,13 @@ def load(l2: Any, keys: list[ObjectKey], objects: list[Any]) -> list[int]:
     return found
 
 
-def used(directory: Path) -> int:
-    return sum(os.stat(path).st_blocks * 512 for path in directory.rglob("*") if path.is_file())
+def forget(directory: Path) -> None:
+    """Drop the files of a directory from the page cache."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fdatasync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def main(directory: Path, rounds: int = 7) -> None:
@@ -98,27 +101,25 @@ def main(directory: Path, rounds: int = 7) -> None:
         "fs": adapter({"type": "fs", "base_path": str(directory / "fs")}),
         "ours": adapter(plugin(f"file://{directory}/ours?capacity=8GiB")),
     }
-    payload = 0
     for nbytes, count in ((256 << 10, 128), (1 << 20, 64), (8 << 20, 16)):
         given, places = buffers(count, nbytes), buffers(count, nbytes, 0)
-        speeds: dict[str, list[float]] = {f"{what} {name}": [] for what in ("set", "get") for name in pair}
+        took: dict[str, list[float]] = {}
         for turn in range(rounds):
             keys = [key(nbytes * 1000 + turn * count + n) for n in range(count)]
-            payload += count * nbytes
             for name, l2 in list(pair.items())[:: 1 if turn % 2 else -1]:
-                times = [time.perf_counter()]
-                assert store(l2, keys, given).is_successful()
-                times.append(time.perf_counter())
-                assert len(load(l2, keys, places)) == count
-                times.append(time.perf_counter())
-                for what, (begun, over) in zip(("set", "get"), pairwise(times), strict=True):
-                    speeds[f"{what} {name}"].append(count * nbytes / (over - begun) / 1e9)
-        row = {"bytes": nbytes, **{name: round(median(found), 2) for name, found in speeds.items()}}
-        for what in ("set", "get"):
-            ratios = map(truediv, speeds[f"{what} ours"], speeds[f"{what} fs"])
-            row[f"{what} ratio"] = round(median(ratios), 2)
-        print(json.dumps(row), flush=True)
-    print(json.dumps({f"disk {name}": round(used(directory / name) / payload, 3) for name in pair}))
+                for what in ("set", "cold", "into the cache", "warm"):
+                    if what == "cold":
+                        forget(directory / name)
+                    begun = time.perf_counter()
+                    ok = (
+                        store(l2, keys, given) >= 0 if what == "set" else len(load(l2, keys, places)) == count
+                    )
+                    assert ok
+                    took.setdefault(f"{what} {name}", []).append(time.perf_counter() - begun)
+        row = {name: round(count * nbytes / median(seconds) / 1e9, 2) for name, seconds in took.items()}
+        for what in ("set", "cold", "warm"):
+            row[what] = round(median(map(truediv, took[f"{what} fs"], took[f"{what} ours"])), 2)
+        print(json.dumps({"bytes": nbytes, **row}), flush=True)
     for l2 in pair.values():
         l2.close()
 

@@ -84,17 +84,13 @@ class LmcacheServer(VllmServer):
 
     def flush(self) -> None:
         assert self.cache is not None
-        before: list[int] = []
+        before = [0]
 
         def is_stored() -> bool:
             state = self.cache.status()["storage_manager"]
-            now = [
-                state["l1_manager"]["total_object_count"], state["l1_manager"]["write_locked_count"],
-                state["store_controller"]["pending_keys_count"],
-                state["store_controller"]["in_flight_task_count"],
-            ]  # fmt: skip
-            same, before[:] = now == before, now
-            return same and not any(now[1:])
+            stores, count = state["store_controller"], state["l1_manager"]["total_object_count"]
+            same, before[0] = count == before[0], count
+            return same and not stores["pending_keys_count"] + stores["in_flight_task_count"]
 
         until(is_stored, 300, every=0.5)
         super().flush()

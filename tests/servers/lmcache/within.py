@@ -16,8 +16,9 @@ from typing import Any
 
 from lmcache.v1.distributed.api import ObjectKey
 
+from tests.servers import slow_store
 from tests.servers.lmcache import plugin
-from tests.servers.lmcache.drive import adapter, buffers, key, load, look_up, store, used
+from tests.servers.lmcache.drive import L1, adapter, buffers, key, load, look_up, store
 from tests.waiting import until
 
 SIZE = 64 << 10
@@ -99,12 +100,32 @@ def be_full(directory: Path) -> None:
     given = buffers(len(keys), SIZE)
     for n in range(0, len(keys), 40):
         store(l2, keys[n : n + 40], given[n : n + 40])
-    assert used(directory) <= capacity
+    assert l2.get_usage().total_bytes_used <= capacity == l2.get_usage().total_capacity_bytes
     places = buffers(len(keys), SIZE, 0)
     found = load(l2, keys, places)
     assert 0 < len(found) < len(keys) / 5
     assert same(places, given, found)
     until(lambda: l2.get_usage().bytes_by_cache_salt == {"": SIZE * len(look_up(l2, keys, SIZE))})
+    l2.close()
+
+
+def be_late(directory: Path) -> None:
+    """A load that the disk answers too late misses in time; L1 gets its memory back when the call returns."""
+    given, places = buffers(len(KEYS), SIZE), buffers(len(KEYS), SIZE, 0)
+    l2 = adapter(plugin(f"slow://{directory}?capacity=64MiB&tier_deadline=200ms"))
+    assert store(l2, KEYS, given).is_successful()
+    slow_store.RATE = len(KEYS) * SIZE / 4
+    begun = time.monotonic()
+    assert load(l2, KEYS, places) == []
+    assert time.monotonic() - begun < 3.5, "it is given up before the disk answers"
+    held, _ = L1.get_memory_usage()
+    L1.free(list(places))  # as LMCache does after a failure
+    assert L1.get_memory_usage()[0] == held
+    slow_store.RATE = 1e12
+    until(lambda: L1.get_memory_usage()[0] == held - SIZE * len(KEYS))
+    places = buffers(len(KEYS), SIZE, 0)
+    until(lambda: load(l2, KEYS, places) == list(range(len(KEYS))))
+    assert same(places, given, list(range(len(KEYS))))
     l2.close()
 
 
@@ -125,12 +146,11 @@ def main(directory: Path, daemon: str) -> None:
     file, other = (f"file://{directory}/{name}?capacity=64MiB" for name in ("file", "first"))
     lmdb = f"lmdb://{directory}/lmdb?capacity=64MiB"
     for storage in (file, lmdb, daemon, [other, f"lmdb://{directory}/last?capacity=64MiB"]):
-        begun = time.monotonic()
         live(storage)
-        print(f"{storage}: {time.monotonic() - begun:.1f} s", flush=True)
     be_damaged(directory)
     be_full(directory / "full")
     be_faulty(directory / "faulty")
+    be_late(directory / "late")
 
 
 if __name__ == "__main__":

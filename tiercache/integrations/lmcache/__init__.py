@@ -18,8 +18,8 @@ The contract, as LMCache's controllers rely on it:
 1. Only calls about the whole store wait for it, for a few of its deadlines at most. Each task ends, with a
    miss for every object of which there is any doubt. The store is opened as a chain, also if it is one URL:
    then each of its calls ends within `tier_deadline`.
-2. LMCache uses the buffers of a task again as soon as it has ended, and they are no memory that could be
-   withheld. So each payload takes one copy, through memory that belongs to the store's calls.
+2. Stores of this process read into L1 and write from it, without a copy; a load that is given up withholds
+   its objects from LMCache until it returns. Other stores get memory that belongs to their calls.
 3. Loaded bytes are verified, and their key covers all that the adapter is told: model, rank, group, shapes
    and dtypes, salt, LMCache's release, and the settings. Stored keys are digests.
 4. Nothing is locked: an object that is evicted between lookup and load is a miss of the load.

@@ -5,11 +5,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from threading import Lock
+from threading import Lock, local
 from typing import Annotated, Any, Final
 
 import lmcache
@@ -34,6 +34,8 @@ _PIECE, _KEYS = 8 << 20, 1 << 12
 """Bytes, or keys, of one call of the store, about; copies of so many stay in the processor's cache."""
 _ENDLESS: Final = 1 << 60
 """Limit of lookups and loads, of which LMCache limits the number."""
+_ELSEWHERE: Final = ("grpc:", "mooncake:", "s3:")
+"""Stores that read and write in another process, or keep buffers of their own."""
 _NEWS: Final = 4096
 """Most objects of which LMCache is told at once."""
 _THERE: Final = frozenset({Outcome.STORED, Outcome.HIT})
@@ -45,6 +47,54 @@ class _Settings(StoreSettings):
     """Settings of the adapter; the docstring of the package describes those that other plug-ins lack."""
 
     chunk_size: Annotated[int, whole(1, 1 << 20, "tokens")] = 256
+
+
+class _L1:
+    """LMCache's L1 as memory of which late calls keep their parts.
+
+    A load that is given up keeps its objects, of which LMCache frees none while they are invalid, until it
+    returns. A set that is given up keeps nothing: by its checksum, what it reads late is known as damaged.
+
+    Thread safety: any thread.
+    """
+
+    fd: Final = -1
+    """There is no memfd, and no store in another process is told of L1."""
+
+    def __init__(self, desc: Any) -> None:
+        self.address: Final[int] = 0 if desc is None else desc.ptr
+        self.nbytes: Final[int] = 0 if desc is None else desc.size
+        self._lent: Final = local()
+        self._withheld: Final = dict[object, Sequence[tuple[int, int]]]()
+
+    @contextmanager
+    def lent(self, objects: Sequence[Any]) -> Iterator[None]:
+        """Lend objects to the load of this thread."""
+        self._lent.objects = objects
+        try:
+            yield
+        finally:
+            self._lent.objects = ()
+
+    def quarantine(self, ranges: Sequence[tuple[int, int]]) -> Callable[[], None]:
+        """Keep what is lent to this thread's load from LMCache until the returned function is called."""
+        call, objects = object(), getattr(self._lent, "objects", ())
+        for one in objects:
+            one.invalidate()
+        self._withheld[call] = ranges if objects else ()
+
+        def end() -> None:
+            del self._withheld[call]
+            for one in objects:
+                one.valid = True
+                one.parent().free(one)
+
+        return end
+
+    def is_quarantined(self, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Return whether a late call may still write into one of these ranges."""
+        held = [one for some in list(self._withheld.values()) for one in some]
+        return any(at < start + size and start < at + length for at, length in ranges for start, size in held)
 
 
 class TierCacheL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache has no types that mypy finds
@@ -67,15 +117,18 @@ class TierCacheL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache has no t
         self._objects: Final = Announcements[tuple[Any, int]]()
         self._objects.wake = self._tell
         self._telling: Final = Lock()
+        self._l1: Final = _L1(l1_memory_desc)
         with ExitStack() as undo:
             self._store: Final[StorageBackend] = chosen.open("0", 1, chained=True)
             undo.callback(self._store.close)
+            if self._l1.nbytes and not any(url.lower().startswith(_ELSEWHERE) for url in chosen.storage):
+                self._store.attach(self._l1)
             self._usage, self._answers = self._store.usage(), True
             self._evictions: Final = EvictionWatch(self._store, self._objects)
             undo.pop_all()
         self._signals: Final = [create_event_notifier() for _ in range(3)]
         stored, found, loaded = (signal.notify for signal in self._signals)
-        queued = _ENDLESS if l1_memory_desc is None else l1_memory_desc.size // 4
+        queued = self._l1.nbytes // 4 or _ENDLESS
         self._stores: Final = Tasks("store", 2, _PIECE, queued, stored)
         self._lookups: Final = Tasks("look up", 1, _KEYS, _ENDLESS, found)
         self._loads: Final = Tasks("load", 2, _PIECE, _ENDLESS, loaded)
@@ -181,7 +234,8 @@ class TierCacheL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache has no t
 
     def _get(self, keys: Sequence[Any], objects: Sequence[Any], start: int, stop: int) -> list[Outcome]:
         part, age = self._buffers(keys[start:stop], objects[start:stop]), self._objects.age
-        outcomes = self._store.get([GetItem(known, [view], view.nbytes) for _, known, view in part])
+        with self._l1.lent(objects[start:stop]):
+            outcomes = self._store.get([GetItem(known, [view], view.nbytes) for _, known, view in part])
         if hits := [key for (key, *_), out in zip(part, outcomes, strict=True) if out is Outcome.HIT]:
             self._notify_keys_accessed(hits)
         return self._noted(part, outcomes, age)
