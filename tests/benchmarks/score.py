@@ -9,9 +9,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +31,7 @@ PROMPT = as_tokens(np.random.default_rng(0).integers(0, 150_000, 32_768))
 class Held(EventSource):
     """Objects of a worker: a third to all of the prompt's pages on each tier, and eight states."""
 
-    def __init__(self, draw: random.Random, page_size: int) -> None:
+    def __init__(self, draw, page_size):
         keys = page_keys(NAMESPACE, PROMPT, page_size)
         self.events = []
         for place in (Place(Medium.GPU), Place(Medium.CPU), Place(Medium.STORAGE, "disk")):
@@ -42,55 +40,48 @@ class Held(EventSource):
                 group = ObjectGroup(pool, NAMESPACE, str(pool).encode() * 8, page_size)
                 self.events.append(KVEvent(EventKind.STORED, place, group, held))
 
-    def collect(self) -> Sequence[KVEvent]:
+    def collect(self):
         return ()
 
-    def snapshot(self) -> Iterator[Sequence[KVEvent]]:
+    def snapshot(self):
         yield self.events
 
-    def follow(self, wake: Callable[[], None]) -> None:
+    def follow(self, wake):
         pass
 
 
-def publish(page_size: int, end: Connection) -> None:
-    sources = [Held(random.Random(n), page_size) for n in range(WORKERS)]
-    publishers = [EventPublisher(ANY, [source]) for source in sources]
+def publish(page_size, end):
+    publishers = [EventPublisher(ANY, [Held(random.Random(n), page_size)]) for n in range(WORKERS)]
     end.send([(one.endpoint, one.replay_endpoint) for one in publishers])
     end.recv()
 
 
-def serve(addresses: list[tuple[str, str]], end: Connection) -> None:
-    workers = {f"w{n}": {"events": [a], "replay": [b]} for n, (a, b) in enumerate(addresses)}
+def serve(addresses, end):
+    workers = {f"w{n}": [{"endpoint": a, "replay": b}] for n, (a, b) in enumerate(addresses)}
     with tempfile.TemporaryDirectory() as path, serving(Path(path), score={"workers": workers}) as node:
         end.send(node.http_address)
         end.recv()
 
 
-def main() -> None:
-    processes = get_context("spawn")
-    body = PROMPT.astype("<u4").tobytes()
+def main():
+    processes, body = get_context("spawn"), PROMPT.astype("<u4").tobytes()
     for page_size in (64, 16):
-        ends = []
-        given: list[object] = [page_size]
+        ends, given = [], page_size
         for work in (publish, serve):
             mine, other = processes.Pipe()
-            processes.Process(target=work, args=(*given, other), daemon=True).start()
+            processes.Process(target=work, args=(given, other), daemon=True).start()
             ends.append(mine)
-            given = [mine.recv()]
-        address, path = str(given[0]), f"/score?namespace={NAMESPACE.hex()}"
-
-        def told() -> dict[str, dict[str, int]]:
-            return json.loads(ask(address, path, "POST", body=body).text)["workers"]  # noqa: B023
-
-        until(lambda: all(depths["STORAGE"] for depths in told().values()))
-        row: dict[str, object] = {"name": "score", "page_size": page_size}
-        for what, asked in ((path, "score_ms"), ("/healthz", "healthz_ms")):
+            given = mine.recv()
+        asked = (given, f"/score?namespace={NAMESPACE.hex()}", "POST")
+        until(lambda: '"STORAGE": 0' not in ask(*asked, body=body).text)  # noqa: B023
+        row = {"name": "score", "page_size": page_size}
+        for name, call in (("score_ms", asked), ("healthz_ms", (given, "/healthz"))):
             times = []
             for _ in range(TIMES):
                 began = time.perf_counter()
-                ask(address, what, "POST" if what is path else "GET", body=body if what is path else None)
+                ask(*call, body=body if call is asked else None)
                 times.append((time.perf_counter() - began) * 1e3)
-            row[asked] = dict(zip(("p50", "p99"), np.percentile(times, (50, 99)).round(2), strict=True))
+            row[name] = dict(zip(("p50", "p99"), np.percentile(times, (50, 99)).round(2), strict=True))
         print(json.dumps(row))
         for end in ends:
             end.send(None)

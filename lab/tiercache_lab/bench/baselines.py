@@ -16,15 +16,11 @@ from tiercache.errors import StorageError
 from tiercache_lab.bench.timing import Crew
 
 DIRECT_THREADS: Final = 8
-"""Number of threads for direct requests, enough to keep a local disk busy.
-
-A single thread would leave the disk idle between two requests.
-"""
+"""Number of threads for direct requests, enough to keep a local disk busy. A single thread would leave the
+disk idle between two requests."""
 PIECE: Final = 1 << 20
-"""Maximum size of a direct request in bytes.
-
-Even a batch of few large objects has enough pieces of this size for all threads.
-"""
+"""Maximum size of a direct request in bytes. Even a batch of few large objects has enough pieces of this size
+for all threads."""
 
 
 class Piece(NamedTuple):

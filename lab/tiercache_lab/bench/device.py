@@ -42,10 +42,8 @@ STATES: Final = state_geometry(
 CHOICE: Final = "choice"
 """Way that stands for the methods that the engine chooses."""
 TRANSFERS: Final = 4
-"""Number of transfers in the engine at once.
-
-The engine queues three transfers in its stream; the fourth waits in the engine.
-"""
+"""Number of transfers in the engine at once. The engine queues three transfers in its stream; the fourth
+waits in the engine."""
 _SMALL: Final = 64 * MIB
 """Size in bytes below which a group counts as small. Its copies take about 1 ms or less."""
 _MORE: Final = 5

@@ -28,15 +28,11 @@ STEADY_BATCHES: Final = 4
 _SPARE: Final = 64 * MIB
 """Bytes that a store may need in addition to its objects; also the minimum size of a store."""
 _LAYOUTS: Final = 4
-"""Number of copies of the objects that are on disk at once.
-
-The store may need twice the bytes of the objects, and each of two raw files needs a copy.
-"""
+"""Number of copies of the objects that are on disk at once. The store may need twice the bytes of the
+objects, and each of two raw files needs a copy."""
 _TINY_ROOM: Final = 4
-"""Capacity of a store of tiny objects, as a multiple of the bytes of the objects.
-
-The catalog entry of a tiny object is as large as the entry of any object, so entries take a large share.
-"""
+"""Capacity of a store of tiny objects, as a multiple of the bytes of the objects. The catalog entry of a tiny
+object is as large as the entry of any object, so entries take a large share."""
 
 
 class Case(enum.StrEnum):
@@ -106,10 +102,7 @@ class Plan:
 
 
 def plan(*, backend: str, sizes: str, path: Path, repeats: int, total: str, cases: str, objects: int) -> Plan:
-    """Return the plan that the options describe.
-
-    Raises ConfigError if the plan cannot be carried out.
-    """
+    """Return the plan that the options describe. Raises ConfigError if the plan cannot be carried out."""
     _one_of("--backend", backend, BACKENDS)
     named = [name.strip() for name in cases.split(",")] if cases else list(Case)
     for name in named:
@@ -130,10 +123,7 @@ def plan(*, backend: str, sizes: str, path: Path, repeats: int, total: str, case
 
 
 def sizes_of(text: str) -> tuple[int, ...]:
-    """Return the object sizes in bytes that `--size` gives.
-
-    Raises ConfigError for an impossible size.
-    """
+    """Return the object sizes in bytes that `--size` gives. Raises ConfigError for an impossible size."""
     sizes = tuple(_size("--size", part) for part in text.split(","))
     for size in sizes:
         if size < 1 or size % BLOCK_ALIGN or size > BATCH_BYTES:

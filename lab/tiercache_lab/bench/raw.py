@@ -21,10 +21,7 @@ _MEMORY_BYTES: Final = 1 << 20
 
 
 class RawClient:
-    """Connection to the server of this module.
-
-    Thread safety: one thread.
-    """
+    """Connection to the server of this module. Thread safety: one thread."""
 
     def __init__(self, port: int) -> None:
         self._sock = socket.create_connection(("127.0.0.1", port))

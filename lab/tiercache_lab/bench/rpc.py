@@ -26,10 +26,8 @@ from tiercache_lab.bench.subject import Buffers, Subject, batch_keys
 from tiercache_lab.bench.timing import Side, medians
 
 _LAYOUTS: Final = 3
-"""Number of copies of the objects on disk.
-
-One copy each is stored on data connections, through shared memory, and in this process.
-"""
+"""Number of copies of the objects on disk. One copy each is stored on data connections, through shared
+memory, and in this process."""
 _SPARE: Final = 128 << 20
 """Bytes that the stores may need in addition to their objects."""
 FOOTER: Final = (
@@ -54,10 +52,7 @@ def run(
 
 
 class _SizeBench:
-    """Measurement of all cases for one object size.
-
-    Thread safety: one thread.
-    """
+    """Measurement of all cases for one object size. Thread safety: one thread."""
 
     def __init__(
         self,

@@ -66,9 +66,7 @@ class Buffers:
 class Subject:
     """Store that is measured, and the calls that set, get and delete batches.
 
-    The store computes the checksums, as in calls of the controller.
-
-    Thread safety: one thread.
+    The store computes the checksums, as in calls of the controller. Thread safety: one thread.
     """
 
     def __init__(self, url: str, path: Path, buffers: Buffers) -> None:

@@ -31,17 +31,12 @@ class AuditedRun:
     states: tuple[int, ...]
     """Depths at which states were kept."""
     parts: tuple[int, ...]
-    """Origin of each restored page and, last, of the restored state.
-
-    Several runs may have computed the same object (page or state). For each object, these runs are numbered
-    from 0, in the order in which the audit checked them. The origin of a restored object is the number of the
-    run that computed its bytes.
-    """
+    """Origin of each restored page and, last, of the restored state. Several runs may have computed the same
+    object (page or state). For each object, these runs are numbered from 0, in the order in which the audit
+    checked them. The origin of a restored object is the number of the run that computed its bytes."""
     anew: int = 0
-    """Depth up to which the sequence was computed again from an empty cache; 0 if it never was.
-
-    A sequence is computed again when the answer grows beyond the worker's limit.
-    """
+    """Depth up to which the sequence was computed again from an empty cache; 0 if it never was. A sequence is
+    computed again when the answer grows beyond the worker's limit."""
     temperature: float = 0.0
     seed: int = 0
     """Seed and temperature of the `Sampling` by which the answer was chosen."""

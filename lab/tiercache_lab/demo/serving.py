@@ -59,10 +59,8 @@ class DemoPlan:
     directory: str
     """Directory of the file store."""
     salt: str
-    """Salt of all keys, in hexadecimal digits.
-
-    A directory may still have objects of earlier demonstrations, whose restores could not be checked.
-    """
+    """Salt of all keys, in hexadecimal digits. A directory may still have objects of earlier demonstrations,
+    whose restores could not be checked."""
     model: str = ""
     """Directory of the model; empty for the small hybrid model."""
     disk_bytes: int = 1 << 30
@@ -74,10 +72,8 @@ class DemoPlan:
     storage: Sequence[str] = ()
     """URL of the store; several are a chain of tiers, none is a file store in `directory`."""
     shared: bool = False
-    """Whether both processes may have the store open at once.
-
-    Otherwise the first process must be killed before the second begins.
-    """
+    """Whether both processes may have the store open at once. Otherwise the first process must be killed
+    before the second begins."""
     runs: Sequence[Mapping[str, Any]] = ()
     """Events `run` of the first process, for the second."""
     device: str = "cpu"
@@ -142,10 +138,7 @@ def zigzag(conversations: int, turns: int) -> Iterator[tuple[int, int]]:
 
 
 class Session:
-    """Work of one process of the demonstration.
-
-    Thread safety: one owner thread.
-    """
+    """Work of one process of the demonstration. Thread safety: one owner thread."""
 
     def __init__(self, plan: DemoPlan) -> None:
         self._plan = plan

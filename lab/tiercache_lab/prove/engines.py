@@ -19,9 +19,8 @@ from tiercache_lab.prove.server import Server
 _RESTART: Final = "or test over a restart: --save FILE, restart the server, --after FILE"
 _RETRY_S: Final = 0.5
 _SAFE_CONNECTOR: Final = "OffloadingConnector"
-"""The only vLLM connector known to leave its storage alone when vLLM resets it.
-
-Mooncake's connector deletes the objects of all servers."""
+"""The only vLLM connector known to leave its storage alone when vLLM resets it. Mooncake's connector deletes
+the objects of all servers."""
 
 
 class Engine(enum.StrEnum):

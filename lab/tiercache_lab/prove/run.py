@@ -67,10 +67,7 @@ def load(path: Path) -> Saved:
 
 @dataclass(frozen=True, slots=True)
 class ProveRun:
-    """Requests to one server, with the options that they share.
-
-    Thread safety: one thread.
-    """
+    """Requests to one server, with the options that they share. Thread safety: one thread."""
 
     server: Server
     subject: EngineSubject
@@ -182,9 +179,8 @@ king kitchen lake lamp land letter light lion market milk mirror moon mother mou
 north ocean office paper park phone picture
 """
 WORDS: Final = tuple(_COMMON.split())
-"""Common words; most of them are one token in any tokenizer.
-
-There are about 10^33 sequences of 16 words, so two prompts never share a page by chance."""
+"""Common words; most of them are one token in any tokenizer. There are about 10^33 sequences of 16 words, so
+two prompts never share a page by chance."""
 _SHOWN: Final = 6
 """Number of words that the prompt repeats, enough for a model to find the place in the list."""
 _FRAME: Final = 10 + _SHOWN

@@ -46,9 +46,7 @@ class Server:
     """Server at a URL.
 
     Redirects are not followed and proxies are not used, so that the key is sent to this address only. Each
-    request has a connection of its own.
-
-    Thread safety: one thread.
+    request has a connection of its own. Thread safety: one thread.
     """
 
     def __init__(self, url: str, key: str, admin_key: str, timeout_s: float) -> None:

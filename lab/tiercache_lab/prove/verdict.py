@@ -12,9 +12,8 @@ from tiercache_lab.prove.completion import Answer
 from tiercache_lab.prove.engines import LOOK_AT, REPORT_FLAGS, EngineSubject
 
 MIN_TOKENS: Final = 16
-"""Minimum number of restored tokens for a hit.
-
-Fewer tokens may be words that two prompts share by chance, or the token that begins every prompt."""
+"""Minimum number of restored tokens for a hit. Fewer tokens may be words that two prompts share by chance, or
+the token that begins every prompt."""
 _SHOWN: Final = 60
 """Maximum characters of a text that the table shows."""
 _BEFORE: Final = 20

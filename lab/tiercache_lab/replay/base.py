@@ -32,10 +32,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class StorageTier:
-    """Tier of the store below the host.
-
-    Raises ConfigError for a size or bandwidth that is not possible.
-    """
+    """Tier of the store below the host. Raises ConfigError for a size or bandwidth that is not possible."""
 
     name: str
     nbytes: int
@@ -57,10 +54,7 @@ class StorageTier:
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Sizes of the tiers.
-
-    Raises ConfigError for storage tiers of the same name.
-    """
+    """Sizes of the tiers. Raises ConfigError for storage tiers of the same name."""
 
     host_bytes: int
     device_bytes: int | None = None
@@ -68,10 +62,8 @@ class Tiers:
     storage: tuple[StorageTier, ...] = ()
     """Tiers of the store, the fastest first; none for no store."""
     device_states: int | None = None
-    """Number of state slots of the device. None: the states get a quarter of `device_bytes`.
-
-    Pages get the rest of `device_bytes`.
-    """
+    """Number of state slots of the device. None: the states get a quarter of `device_bytes`. Pages get the
+    rest of `device_bytes`."""
 
     def __post_init__(self) -> None:
         taken = [str(Tier.DEVICE), str(Tier.HOST)]

@@ -71,9 +71,7 @@ class Running:
 class SimulatedCache:
     """Cache whose decisions are real and whose bytes are not.
 
-    Raises ConfigError if the tiers are too small for `at_once` requests.
-
-    Thread safety: one thread.
+    Raises ConfigError if the tiers are too small for `at_once` requests. Thread safety: one thread.
     """
 
     def __init__(self, source: WorkloadSource, need: Need, setup: Setup, at_once: int) -> None:

@@ -15,10 +15,7 @@ from tiercache_lab.replay.sources.base import WorkloadSource
 
 
 class Tally:
-    """Sums over the requests of one run.
-
-    Thread safety: one thread.
-    """
+    """Sums over the requests of one run. Thread safety: one thread."""
 
     def __init__(self, profile: ModelProfile) -> None:
         self._profile = profile

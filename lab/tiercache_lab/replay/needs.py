@@ -17,9 +17,7 @@ from tiercache_lab.replay.sources.base import WorkloadSource
 
 _SPARE_STATES: Final = 3
 """Number of state slots that are reserved for each request besides those for the states that it may leave.
-
-One of them holds the state from which the request was restored.
-"""
+One of them holds the state from which the request was restored."""
 _STATE_SHARE: Final = 0.25
 """Fraction of the device's bytes that states get if `Tiers.device_states` is None."""
 
@@ -38,10 +36,7 @@ class Need:
 
 
 def measure(source: WorkloadSource, step: Callable[[], object] = lambda: None) -> Need:
-    """Read a source once and return what its requests need.
-
-    `step` is called after each request.
-    """
+    """Read a source once and return what its requests need. `step` is called after each request."""
     requests = pages = longest = 0
     last = 0.0
     for request in source:

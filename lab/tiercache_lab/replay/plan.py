@@ -164,10 +164,7 @@ class SizePlan:
 
 
 class Search:
-    """Runs of a plan, one after the other.
-
-    Thread safety: one thread.
-    """
+    """Runs of a plan, one after the other. Thread safety: one thread."""
 
     def __init__(
         self, question: Question, stage: Callable[[Stage], Callable[[], object]] = lambda _: lambda: None

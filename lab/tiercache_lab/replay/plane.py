@@ -88,9 +88,7 @@ def block_bytes(pools: Mapping[PoolName, Geometry]) -> int:
 class NullEngine(TransferEngine):
     """Transfer engine that copies nothing and counts the bytes of each direction.
 
-    Each transfer ends before the call that starts it returns.
-
-    Thread safety: one thread.
+    Each transfer ends before the call that starts it returns. Thread safety: one thread.
     """
 
     def __init__(self, object_bytes: Mapping[PoolName, int]) -> None:
@@ -120,9 +118,7 @@ class NullEngine(TransferEngine):
 class Inline(IoThreads):
     """Replacement for I/O threads that runs each job at once, in the calling thread.
 
-    Events are therefore posted in the order of the calls.
-
-    Thread safety: one thread.
+    Events are therefore posted in the order of the calls. Thread safety: one thread.
     """
 
     def __init__(self, name: str, threads: int) -> None:

@@ -70,10 +70,8 @@ class TierUse:
     """Bytes written to this tier."""
     evicted: int
     tokens: int
-    """Number of prompt tokens that were restored from this tier.
-
-    All restored tokens of a request count for one tier: the slowest from which an object came.
-    """
+    """Number of prompt tokens that were restored from this tier. All restored tokens of a request count for
+    one tier: the slowest from which an object came."""
 
     @property
     def written_per_read(self) -> float | None:
@@ -110,17 +108,12 @@ class Result:
     write_chance: float
     """With `write_back`, the least chance of a hit with which a unit is written."""
     is_bound: bool = False
-    """Whether the run is a bound on what policies can reach, and not the run of a policy.
-
-    There are four such runs: the infinite cache, the clairvoyant policy, one pool of the bytes of all tiers,
-    and no cache.
-    """
+    """Whether the run is a bound on what policies can reach, and not the run of a policy. There are four such
+    runs: the infinite cache, the clairvoyant policy, one pool of the bytes of all tiers, and no cache."""
     working_bytes: int = 0
-    """Highest number of bytes that running requests held on the device outside of every tier.
-
-    These are one state for each request, which the engine advances. If the device is no tier, the pages and
-    checkpointed states of the requests belong to them as well. `capacity_bytes` does not count them.
-    """
+    """Highest number of bytes that running requests held on the device outside of every tier. These are one
+    state for each request, which the engine advances. If the device is no tier, the pages and checkpointed
+    states of the requests belong to them as well. `capacity_bytes` does not count them."""
     cuts: float = 0.0
     """Cuts of the prefill per request, at the checkpoints before the prompt's end."""
     ttft_ms_p50: float = math.nan

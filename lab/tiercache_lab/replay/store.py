@@ -90,10 +90,7 @@ class NullStore(MemoryBackend):
 
 
 class Witness(Wrapper):
-    """Store that remembers the first exception of the store inside.
-
-    Thread safety: one thread.
-    """
+    """Store that remembers the first exception of the store inside. Thread safety: one thread."""
 
     def __init__(self, inner: StorageBackend) -> None:
         super().__init__(inner)

@@ -31,10 +31,7 @@ READING: Final = "reading"
 
 
 def possible(policy: str, profile: ModelProfile) -> bool:
-    """Return whether the policy can be used with this model.
-
-    Raises ConfigError for an unknown policy.
-    """
+    """Return whether the policy can be used with this model. Raises ConfigError for an unknown policy."""
     needs = policy_named(policy, Costs(profile)).needs_states
     return bool(profile.state_bytes) or not needs
 
@@ -65,13 +62,9 @@ class Question:
     queueing: Queueing | None = None
     """The queue in front of the machine; None for requests that are served one after the other."""
     bounds: bool = True
-    """Whether the study also runs the clairvoyant policy.
-
-    With a queue, it runs without a cache instead: in which order requests are served then depends on the
-    policy, and nothing is proven of orders that differ.
-
-    With storage tiers, it also runs each policy in one pool of all bytes, and LRU in every tier.
-    """
+    """Whether the study also runs the clairvoyant policy. With a queue, it runs without a cache instead: in
+    which order requests are served then depends on the policy, and nothing is proven of orders that differ.
+    With storage tiers, it also runs each policy in one pool of all bytes, and LRU in every tier."""
 
     def __post_init__(self) -> None:
         if not self.policies:
@@ -155,9 +148,7 @@ class Study:
     """Runs of one question, all with the same source and the same parameters.
 
     Making one reads the source. `stage` is called at the start of each stage and returns a function, which is
-    called after each request of the stage.
-
-    Thread safety: one thread.
+    called after each request of the stage. Thread safety: one thread.
     """
 
     def __init__(

@@ -53,9 +53,7 @@ class ReplayMachine:
     """Bytes per second of loads from a storage tier that has no bandwidth of its own."""
     cut_seconds: _Seconds = 0.002
     """Seconds that each cut of a prefill costs: it is one more forward pass, with its launches and its copy.
-
-    A prefill is cut at every checkpoint before the prompt's end.
-    """
+    A prefill is cut at every checkpoint before the prompt's end."""
     host_latency: _Seconds = 0.0
     """Seconds before the first byte of a load from the host."""
     disk_latency: _Seconds = 0.0
@@ -75,10 +73,8 @@ class ReplayMachine:
     decode_seconds_per_request: _Seconds = 0.0
     """Further seconds for each request that decodes."""
     memory_bandwidth: _ByteRate | None = None
-    """Bytes per second at which decoding reads the active weights (2 bytes each) for every token.
-
-    None: that time is part of `decode_seconds`.
-    """
+    """Bytes per second at which decoding reads the active weights (2 bytes each) for every token. None: that
+    time is part of `decode_seconds`."""
 
     def storage(self, name: str, bandwidth: float | None) -> Speed:
         """Return the speed of a storage tier; a `bandwidth` that is not None replaces that of the machine."""

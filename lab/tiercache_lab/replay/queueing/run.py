@@ -39,9 +39,7 @@ class QueuedRun(SimulatedCache):
     prefills have ended, and the answers of requests that have ended.
 
     Raises ConfigError if the device does not hold as many requests as the machine has places, and for a rate
-    if all requests come at once.
-
-    Thread safety: one thread.
+    if all requests come at once. Thread safety: one thread.
     """
 
     def __init__(self, source: WorkloadSource, need: Need, setup: Setup, queueing: Queueing) -> None:

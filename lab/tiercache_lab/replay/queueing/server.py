@@ -137,9 +137,7 @@ class QueueServer:
     runs one forward pass at a time. Prefills are computed in the order in which their loads ended, the passes
     of one before those of the next. A pass takes its own seconds and those of one token of each decoding
     request. Between prefills, all decoding requests get a token every `step(n)` seconds, where n is their
-    number.
-
-    Thread safety: one thread.
+    number. Thread safety: one thread.
     """
 
     def __init__(

@@ -48,10 +48,8 @@ class RecordedTurn:
     output_length: int
     """Number of tokens of the output."""
     ids: BlockIds
-    """One id per whole block of the prompt, and perhaps one for the partial block at its end.
-
-    In one session, equal ids at equal places mean equal blocks.
-    """
+    """One id per whole block of the prompt, and perhaps one for the partial block at its end. In one session,
+    equal ids at equal places mean equal blocks."""
     service: float = 0.0
     """Seconds that the recorded answer took; 0 if that is not known."""
     ending: Ending = Ending.UNKNOWN
@@ -127,10 +125,8 @@ class Sessions(Workload):
     rest: int = field(default=0, metadata=bounds(0, 1, "1: all parts but that one are replayed instead"))
 
     closed: bool = False
-    """Whether the times of an agent's requests leave out how long the recorded answers took.
-
-    For a replay that adds times of its own: what is left are the pauses between the answers and the requests.
-    """
+    """Whether the times of an agent's requests leave out how long the recorded answers took. For a replay
+    that adds times of its own: what is left are the pauses between the answers and the requests."""
 
     def __post_init__(self) -> None:
         if self.page % BLOCK:
