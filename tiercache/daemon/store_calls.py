@@ -134,7 +134,7 @@ class StoreCalls:
         """Serve Advise."""
         request = await call.request(pb.AdviseRequest)
         keys = read_keys(request.keys, self._limits.keys)
-        if len(request.values) != len(keys):
+        if len(request.values) not in (0, len(keys)):
             raise WireError(f"{len(keys)} keys came with {len(request.values)} values; give each its value")
         with suppress(StorageError):  # a hint may be lost
             await self._ask(

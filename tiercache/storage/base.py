@@ -491,8 +491,11 @@ class StorageBackend(ABC):
         those that no restore can use. A value loses half of its weight in an hour. A later value of the same
         `worker` replaces the earlier one; of the values of several workers, the largest aged one counts.
 
-        Unknown objects and impossible values are ignored. The call is no use of the objects, and it is a
-        hint: a store that is out of reach or refuses the caller ignores it too. Default: all is ignored.
+        Without any values, each object counts as used now, as by a `get`: a caller that has the bytes already
+        says so. With values, the call is no use of the objects.
+
+        Unknown objects and impossible values are ignored. The call is a hint: a store that is out of reach or
+        refuses the caller ignores it too. Default: all is ignored.
         """
 
     @abstractmethod

@@ -434,7 +434,14 @@ class Residents:
         self._give(np.array(rows, np.int64), np.array(values, np.float64), workers[0])
 
     def advise(self, digests: Sequence[bytes], values: Sequence[float], worker: int) -> None:
-        """Take values for these objects from `worker`; unknown objects and impossible values are ignored."""
+        """Take values for these objects from `worker`; without any, each counts as used now.
+
+        Unknown objects and impossible values are ignored.
+        """
+        if not len(values):
+            rows = self.rows_of_all(digests)
+            self.read(rows[rows >= 0])
+            return
         possible, which = usable_hints(values, worker, len(digests))
         asked = digests if len(which) == len(digests) else [digests[i] for i in which.tolist()]
         rows = self.rows_of_all(asked)

@@ -161,14 +161,14 @@ class GrpcBackend(StorageBackend):
 
     def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
         with self._gate:
-            possible, which = usable_hints(values, worker, len(keys))
-            sound = [
-                (keys[i], value)
-                for i, value in zip(which.tolist(), possible.tolist(), strict=True)
-                if len(keys[i].digest) == DIGEST_BYTES
-            ]
+            if len(values):
+                possible, which = usable_hints(values, worker, len(keys))
+                keys, values = [keys[i] for i in which.tolist()], possible.tolist()
+            sound = [n for n, key in enumerate(keys) if len(key.digest) == DIGEST_BYTES]
             try:
-                self._payload.advise([key for key, _ in sound], [value for _, value in sound], worker)
+                self._payload.advise(
+                    [keys[n] for n in sound], [values[n] for n in sound] if len(values) else (), worker
+                )
             except CallError as error:
                 _log.debug("values were not taken: %s", error.text)
 

@@ -214,8 +214,13 @@ class LmdbBackend(StorageBackend):
             return [entry for entry in self._described(places) if entry is not None]
 
     def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
-        with self._gate:  # values are ignored
-            pass
+        with self._gate:
+            if len(values) or self._read_only:  # uses rank here, and not values
+                return
+            places = [place_of(key.digest) for key in keys]
+            with suppress(StorageError):
+                there = self._reader.present(places)
+                self._pending.touch([place for place, yes in zip(places, there, strict=True) if yes])
 
     def watch(self, note: ChangeNote | None) -> bool:
         with self._gate:

@@ -130,6 +130,19 @@ def test_depths_count_what_is_stored(tmp_path: Path) -> None:
     assert (window.meta.parent, window.meta.depth) == (depths[2][0], 2)
 
 
+def test_what_was_only_hit_above_stays_in_a_full_store(tmp_path: Path) -> None:
+    tier = {"storage": f"file://{tmp_path}/store?capacity=4MiB", "revision": "r1"}
+    with Engine(tier) as engine:
+        engine.store("hot", "cold")
+        for n in range(600):
+            above = engine.request()
+            above.set_offload_key_position(key("hot"), 16)
+            engine.finish(above)
+            engine.store(n)
+    with Engine(tier) as engine:
+        assert engine.found("hot", "cold") == [True, False]
+
+
 def test_what_the_tier_says_of_itself(file_tier: dict[str, object]) -> None:
     with Engine(file_tier | {"locality": "REMOTE"}) as engine:
         assert (engine.tier.medium, engine.tier.locality) == (Medium.STORAGE, Locality.REMOTE)

@@ -64,7 +64,10 @@ class ValueScale:
     def advise(
         self, store: StorageBackend, keys: Sequence[ObjectKey], values: Sequence[float], worker: int
     ) -> None:
-        """Advise the store of those objects that it has, with their values on this scale."""
+        """Advise the store of those objects that it has, with the values on this scale."""
+        if not values:
+            store.advise(keys, values, worker)
+            return
         possible, which = usable_hints(values, worker, len(keys))
         asked = [keys[i] for i in which.tolist()]
         there = store.exists(asked)

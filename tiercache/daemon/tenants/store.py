@@ -246,8 +246,8 @@ class TenantStore(Wrapper):
             hidden = self._hidden(keys)
             if self._allows is not None:
                 mine = self._mine(hidden)
-                own = [(k, v) for k, v, is_own in zip(hidden, values, mine, strict=False) if is_own]
-                hidden, values = [key for key, _ in own], [value for _, value in own]
+                values = [v for v, is_own in zip(values, mine, strict=False) if is_own]
+                hidden = [key for key, is_own in zip(hidden, mine, strict=True) if is_own]
             if self._scale is None:
                 self.inner.advise(hidden, values, worker)
             else:

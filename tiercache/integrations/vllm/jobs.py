@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
 from threading import Event
 from typing import Final, NamedTuple, TypeAlias
@@ -29,6 +30,8 @@ Told: TypeAlias = Announcements[OffloadKey] | None
 
 _LOADERS: Final = 2
 """Number of threads for loads."""
+_MAX_USED: Final = 1 << 16
+"""Number of used keys, at most, of which the store has not been told."""
 _QUIET_S: Final = 60.0
 """Minimum seconds between two log lines about the same kind of failure."""
 
@@ -87,6 +90,9 @@ class Jobs:
         """Jobs that were begun and whose results vLLM has not fetched yet."""
         self._ended: SimpleQueue[Ended] = SimpleQueue()
         self._pinned = 0
+        self._used: deque[OffloadKey] = deque(maxlen=_MAX_USED)
+        """Keys that requests have used, the latest last."""
+        self._telling: Future[None] | None = None
         self._refusals = _Seldom(
             "the store is too slow: %d store jobs were refused so far; their rows are in the primary tier"
             " alone"
@@ -107,6 +113,18 @@ class Jobs:
             self._ended.put(_failed(job))
         else:
             self._begin(job, self._storer, self._save)
+
+    def use(self, keys: Iterable[OffloadKey]) -> None:
+        """Tell the store in the background that these objects are used."""
+        self._used.extend(keys)
+        if self._used and (self._telling is None or self._telling.done()):
+            with suppress(RuntimeError):  # the pool is shut down
+                self._telling = self._storer.submit(self._tell)
+
+    def _tell(self) -> None:
+        keys = dict.fromkeys(self._used.popleft() for _ in range(len(self._used)))
+        objects = [known for known in map(self._keys.of, keys) if known is not None]
+        self._store.advise(objects, ())
 
     def finished(self) -> Iterator[Ended]:
         """Yield the jobs that ended since the last call."""

@@ -120,8 +120,13 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
         return base.RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget the lookups of a request."""
+        """Forget the lookups of a request, and count its keys as used.
+
+        Of hits in the tiers above, the store would not know: what is hottest would age there.
+        """
         self._lookups.cleanup(req_context.req_id)
+        # private: nothing public tells of a request's keys
+        self._jobs.use(req_context._offload_key_positions)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return HIT if a key is stored and MISS if not, or RETRY while the store has not answered."""

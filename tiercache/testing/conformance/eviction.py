@@ -89,7 +89,7 @@ class Eviction(BackendHooks):
         assert place[state] < place[pages[1][0]]
 
     def test_gets_and_sets_are_uses_and_questions_are_none(self, bounded: StorageBackend) -> None:
-        used, asked = ("read", "set again"), ("described", "peeked", "coldest")
+        used, asked = ("read", "set again", "told"), ("described", "peeked", "coldest")
         for name in (*used, *asked):
             put(bounded, key(name), payload(name, SIZE))
         named = 0
@@ -97,13 +97,14 @@ class Eviction(BackendHooks):
             put(bounded, key(n), payload(n, SIZE))
             assert fetch(bounded, key("read"), SIZE) == payload("read", SIZE)
             assert put(bounded, key("set again"), payload("set again", SIZE)) is HIT
+            bounded.advise([key("told"), key("unknown")], [])
             bounded.describe([key("described")] * 2)
             item = to_get(key("peeked"), SIZE)
             assert bounded.peek([item]) == [MISS] or content(item) == payload("peeked", SIZE)
             said = bounded.coldest(3 * SIZE)
             named += said is None or key("coldest") in [entry.key for entry in said]
         assert named
-        assert bounded.exists([key(name) for name in (*used, *asked)]) == [True] * 2 + [False] * 3
+        assert bounded.exists([key(name) for name in (*used, *asked)]) == [True] * 3 + [False] * 3
 
     def test_an_object_larger_than_the_store_is_throttled_and_costs_nothing(
         self, bounded: StorageBackend
