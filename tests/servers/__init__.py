@@ -1,1 +1,5 @@
-"""Tests of the plug-ins in real servers of SGLang and vLLM on a CPU: `make test-servers`."""
+"""Tests of the plug-ins in real servers of SGLang, vLLM and LMCache on a CPU: `make test-servers`."""
+
+import pytest
+
+pytest.register_assert_rewrite("tiercache.testing.hosts")

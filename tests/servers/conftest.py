@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from tests.processes import free_port
+from tests.servers.daemon import Daemon
 from tests.servers.lmcache.server import LmcacheServer
 from tests.servers.models import make_model
-from tests.servers.prompts import PROMPTS
-from tests.servers.server import Answer, Server
+from tests.servers.server import Server
 from tests.servers.sglang.server import SglangServer, SglangTreeServer
 from tests.servers.vllm.server import VllmConnectorServer, VllmServer
+from tiercache.testing.hosts import Answer, Hosts
 
 Start = Callable[[str, str | None], Server]
 Expected = Callable[[str], list[Answer]]
@@ -31,16 +33,6 @@ def engine(request: pytest.FixtureRequest) -> type[Server]:
     return found
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave models out that an engine refuses."""
-    params = {item: (getattr(item, "callspec", None) and item.callspec.params) or {} for item in items}
-    items[:] = [
-        item
-        for item, given in params.items()
-        if given.get("engine") is not LmcacheServer or given.get("model") in (None, LmcacheServer.HARD)
-    ]
-
-
 def environment_of(engine: type[Server]) -> Path:
     """Return the environment of an engine, in which it can serve."""
     environment = Path(os.environ.get("ENGINES_FOLDER", ".venv-engines")).absolute() / engine.ENVIRONMENT
@@ -48,13 +40,25 @@ def environment_of(engine: type[Server]) -> Path:
     return environment
 
 
-@pytest.fixture(scope="session")
-def begin(engine: type[Server], models: Path) -> Callable[[str, Path, str | None], Server]:
-    """A function that starts a server of a model."""
-    environment = environment_of(engine)
-    return lambda model, log, storage: engine(
-        environment, make_model(model, models), free_port(), log, storage
-    )
+class EngineHosts(Hosts):
+    """Servers of one class, of the suite's kinds of models and of any model by name."""
+
+    MODELS: ClassVar = {"attention": "llama", "hybrid": "qwen3next"}
+
+    def __init__(self, engine: type[Server], models: Path) -> None:
+        super().__init__()
+        self.page, self.kinds = engine.PAGE, engine.KINDS
+        self._engine, self._models = engine, models
+        self.log = models / "server.log"
+        """Log of the servers that are started next."""
+
+    def start(self, kind: str, storage: str | None, tenant: str = "") -> Server:
+        model = make_model(self.MODELS.get(kind, kind), self._models)
+        told = None if storage is None else {"storage": storage, "tenant": tenant}
+        return self._engine(environment_of(self._engine), model, free_port(), self.log, told)
+
+    def node(self, directory: Path) -> Daemon:
+        return Daemon(directory)
 
 
 @pytest.fixture(scope="session")
@@ -62,24 +66,25 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-@pytest.fixture
-def start(begin: Callable[[str, Path, str | None], Server], tmp_path: Path) -> Start:
-    """A function that starts a server of a model over a store; all servers of a test write one log."""
-    return lambda model, storage: begin(model, tmp_path / "server.log", storage)
-
-
 @pytest.fixture(scope="session")
-def expected(
-    begin: Callable[[str, Path, str | None], Server], tmp_path_factory: pytest.TempPathFactory
-) -> Expected:
+def all_hosts(engine: type[Server], models: Path) -> EngineHosts:
+    return EngineHosts(engine, models)
+
+
+@pytest.fixture
+def hosts(all_hosts: EngineHosts, tmp_path: Path) -> EngineHosts:
+    """Servers of an engine; all that a test starts write one log."""
+    all_hosts.log = tmp_path / "server.log"
+    return all_hosts
+
+
+@pytest.fixture
+def start(hosts: EngineHosts) -> Start:
+    """A function that starts a server of a model over a store."""
+    return hosts.start
+
+
+@pytest.fixture
+def expected(hosts: EngineHosts) -> Expected:
     """A function that returns the answers of a server without a cache to all prompts."""
-    known: dict[str, list[Answer]] = {}
-
-    def of(model: str) -> list[Answer]:
-        if model not in known:
-            with begin(model, tmp_path_factory.mktemp("without") / "server.log", None) as server:
-                known[model] = [server.ask(asked) for asked in PROMPTS]
-            assert not any(answer.cached for answer in known[model])
-        return known[model]
-
-    return of
+    return hosts.right

@@ -9,9 +9,10 @@ from typing import Self
 
 from tests.cli.serving import serving
 from tests.processes import suspend
+from tiercache.testing.hosts import Node
 
 
-class Daemon:
+class Daemon(Node):
     """`tiercache serve` in a directory; servers of this host reach it at `url`."""
 
     def __init__(self, directory: Path) -> None:

@@ -8,14 +8,14 @@ import signal
 import subprocess
 import time
 import urllib.request
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 from tests.waiting import until
+from tiercache.testing.hosts import Host
 
 START_S = 900
 """Most seconds that a start may take; it takes 30 to 40 s of a quiet core."""
@@ -24,17 +24,17 @@ ANSWER_S = 600
 STOP_S = 90
 
 
-class Answer(NamedTuple):
-    """Answer to one prompt."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    """Logarithm of the probability of each token."""
-    cached: int
-    """Number of the prompt's tokens that were not computed, as the server counts them."""
+Storage = str | list[str] | Mapping[str, Any]
+"""Address of a store, addresses of its tiers, or settings of an integration that name it."""
 
 
-class Server(ABC):
+def settings(storage: Storage, **more: object) -> dict[str, Any]:
+    """Return the settings that an engine passes on to tiercache."""
+    named = dict(storage) if isinstance(storage, Mapping) else {"storage": storage}
+    return {"revision": "r1", **named, **more}
+
+
+class Server(Host):
     """One server of a model, with or without a store below its cache. Leaving its `with` block stops it.
 
     An engine's class is made of an environment, a model, a port, a log, and the URL of a store or None.
@@ -46,22 +46,14 @@ class Server(ABC):
     """Name of the engine's environment, which `make test-servers` makes."""
     MARK: ClassVar[str] = ".serves"
     """Name of the file that says that the environment has all that is needed."""
-    HARD: ClassVar[str] = "qwen3next"
-    """Model of the tests that are made for one only."""
+    KINDS: ClassVar[Sequence[str]] = ("attention", "hybrid")
+    """Kinds of models that are served, the most demanding last."""
     PAGE: ClassVar[int]
     """Tokens of a page; states are as far apart."""
     LEAVES: ClassVar[str] = "nothing"
     """Pattern of the files of shared memory that the engine leaves when it is asked to end."""
     DTYPES: ClassVar[Mapping[str, str]]
     """Number format of each model. In float32 a cached prefix changes no answer by rounding."""
-
-    @abstractmethod
-    def ask(self, prompt: Iterable[int], new: int = 8) -> Answer:
-        """Return the greedy answer to a prompt of token numbers."""
-
-    @abstractmethod
-    def flush(self) -> None:
-        """Empty the engine's caches on device and host once everything is stored."""
 
     def __init__(self, command: Sequence[str], port: int, log: Path, environment: Mapping[str, str]) -> None:
         """Start the server; `ready` waits until it answers."""
@@ -135,6 +127,7 @@ class Server(ABC):
             self.process.send_signal(signal.SIGTERM)
         try:
             until(lambda: not self._left(), STOP_S)
+            assert "memory leak" not in self.said().lower()
         except AssertionError:
             raise AssertionError(f"the server leaves {self._left()}:\n{self.tail()}") from None
         finally:

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from tests.servers.lmcache.server import LmcacheServer
-from tests.servers.prompts import PROMPTS, check, whole_pages
 from tests.servers.server import Server
 from tests.servers.sglang.server import SglangServer, SglangTreeServer
 from tests.servers.vllm.server import VllmConnectorServer, VllmRanksServer, VllmServer
+from tiercache.testing.hosts import PROMPTS, check
 
 KILLS = int(os.environ.get("KILLS", "50"))
 
@@ -34,13 +34,14 @@ ENGINES = [
 
 
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)
-def test_the_store_is_whole_and_every_answer_right_after_many_kills(engine, start, expected, tmp_path):
+def test_the_store_is_whole_and_every_answer_right_after_many_kills(engine, hosts, tmp_path):
     """All processes are killed, and of a server with ranks first one of them."""
-    right, store, draw = expected(engine.HARD), tmp_path / "store-{rank}", random.Random(1)
+    kind, store, draw = hosts.kinds[-1], tmp_path / "store-{rank}", random.Random(1)
+    right = hosts.right(kind)
     restored = 0
     for life in range(KILLS + 1):
         # A store of a sixth of what is written: room is made and slabs are emptied all the time.
-        with start(engine.HARD, f"file://{store}?capacity=16MiB") as server, ThreadPoolExecutor(2) as others:
+        with hosts.start(kind, f"file://{store}?capacity=16MiB") as server, ThreadPoolExecutor(2) as others:
             found = [server.ask(asked) for asked in PROMPTS]
             check(found, right, when=f"life {life}")
             restored += sum(answer.cached for answer in found)
@@ -54,7 +55,7 @@ def test_the_store_is_whole_and_every_answer_right_after_many_kills(engine, star
                 others.shutdown()  # nobody waits for an answer for ever
             left = server.kill()
             assert not left or engine is not VllmConnectorServer
-    assert restored > KILLS * sum(whole_pages(engine.PAGE)) / 2
+    assert restored > KILLS * sum(hosts.whole) / 2
     tool = str(Path(sys.executable).parent / "tiercache")
     for one in tmp_path.glob("store-*"):
         checked = subprocess.run([tool, "verify", "-s", one], check=False, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Conformance suite for authors of stores, shipped in the wheel.
+"""Conformance suites for authors of stores and of integrations, shipped in the wheel.
 
 Principles:
 
@@ -11,4 +11,5 @@ The package needs pytest and hypothesis. Import its modules by name:
     conformance             the tests of the contract (BackendConformance)
     stateful                state machines that compare a store with a model
     objects                 keys, payloads and items for tests
+    hosts                   the promises inside an engine, by its real servers (HostConformance)
 """

@@ -6,11 +6,11 @@ import json
 import os
 import urllib.request
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from tests.processes import free_port
 from tests.servers.lmcache import plugin
-from tests.servers.server import Server
+from tests.servers.server import Server, Storage
 from tests.servers.vllm.server import VllmServer
 from tests.waiting import until
 
@@ -60,19 +60,19 @@ class LmcacheServer(VllmServer):
 
     MARK = ".caches"
     PAGE = CHUNK
-    HARD: ClassVar = "llama"  # it refuses models with several groups
+    KINDS = ("attention",)  # it refuses models with several groups
 
     def __init__(
-        self, environment: Path, model: Path, port: int, log: Path, storage: str | None, *arguments: object
+        self, environment: Path, model: Path, port: int, log: Path, storage: Storage | None, *more: object
     ) -> None:
         self.cache = None if storage is None else Lmcache(environment, log, self.adapter(storage))
-        super().__init__(environment, model, port, log, storage, *arguments)
+        super().__init__(environment, model, port, log, storage, *more)
 
-    def adapter(self, storage: str) -> dict[str, Any]:
+    def adapter(self, storage: Storage) -> dict[str, Any]:
         """Return the configuration of LMCache's L2."""
         return plugin(storage, chunk_size=CHUNK)
 
-    def transfer(self, storage: str) -> dict[str, Any]:
+    def transfer(self, storage: Storage) -> dict[str, Any]:
         assert self.cache is not None
         place = {"lmcache.mp.host": "127.0.0.1", "lmcache.mp.port": self.cache.port}
         return {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": place}

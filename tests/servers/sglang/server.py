@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar
 
-from tests.servers.server import Answer, Server
+from tests.servers.server import Server, Storage, settings
+from tiercache.testing.hosts import Answer
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 ALWAYS = (
@@ -41,7 +42,7 @@ class SglangServer(Server):
         model: Path,
         port: int,
         log: Path,
-        storage: str | None,
+        storage: Storage | None,
         *arguments: object,
         overlap: bool = False,
     ) -> None:
@@ -101,9 +102,9 @@ class SglangTreeServer(SglangServer):
     SETTINGS: ClassVar = {"policy": "hvd"}
 
 
-def _hicache(file: Path, storage: str, **settings: object) -> list[str]:
+def _hicache(file: Path, storage: Storage, **more: object) -> list[str]:
     """Arguments of a server whose host cache stores in tiercache; writes the settings to `file`."""
-    file.write_text(json.dumps({"storage": storage, "revision": "r1", **settings}))
+    file.write_text(json.dumps(settings(storage, **more)))
     return [
         "--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-storage-backend", "dynamic",
         "--hicache-storage-backend-extra-config", f"@{file}",

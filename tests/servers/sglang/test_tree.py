@@ -18,12 +18,11 @@ from tests.processes import free_port, suspend
 from tests.servers.conftest import Expected, environment_of
 from tests.servers.daemon import Daemon
 from tests.servers.models import MODELS, make_model
-from tests.servers.prompts import PROMPTS, check, whole_pages
-from tests.servers.server import Answer
 from tests.servers.sglang.server import SglangServer, SglangTreeServer
 from tests.waiting import until
 from tiercache.core import PoolName
 from tiercache.storage.registry import open_backend
+from tiercache.testing.hosts import PROMPTS, Answer, check, whole_pages
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 Start = Callable[..., SglangServer]

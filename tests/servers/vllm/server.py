@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tests.servers.server import ANSWER_S, Answer, Server
+from tests.servers.server import ANSWER_S, Server, Storage, settings
 from tests.waiting import until
+from tiercache.testing.hosts import Answer
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 ALWAYS = (
@@ -34,7 +35,7 @@ class VllmServer(Server):
     """Environment of this kind of server."""
 
     def __init__(
-        self, environment: Path, model: Path, port: int, log: Path, storage: str | None, *arguments: object
+        self, environment: Path, model: Path, port: int, log: Path, storage: Storage | None, *more: object
     ) -> None:
         cache = ["--no-enable-prefix-caching"]
         if storage is not None:
@@ -49,7 +50,7 @@ class VllmServer(Server):
             [
                 str(environment / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server",
                 "--model", str(model), "--served-model-name", model.name, "--port", str(port),
-                "--dtype", self.DTYPES.get(model.name, "float32"), *ALWAYS, *cache, *map(str, arguments),
+                "--dtype", self.DTYPES.get(model.name, "float32"), *ALWAYS, *cache, *map(str, more),
             ],
             port,
             log,
@@ -98,14 +99,9 @@ class VllmServer(Server):
 
         until(emptied, 300, every=0.5)
 
-    def transfer(self, storage: str) -> dict[str, Any]:
+    def transfer(self, storage: Storage) -> dict[str, Any]:
         """Return the settings of vLLM's tiers with a store of tiercache below."""
-        tier = {
-            "type": "TierCacheTier",
-            "module_path": "tiercache.integrations.vllm",
-            "storage": storage,
-            "revision": "r1",
-        }
+        tier = {"type": "TierCacheTier", "module_path": "tiercache.integrations.vllm", **settings(storage)}
         return {
             "kv_connector": "OffloadingConnector",
             "kv_connector_extra_config": {
@@ -121,11 +117,11 @@ class VllmConnectorServer(VllmServer):
 
     SETTINGS: ClassVar = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # on a CPU nothing else leaves them together
 
-    def transfer(self, storage: str) -> dict[str, Any]:
+    def transfer(self, storage: Storage) -> dict[str, Any]:
         return {
             "kv_connector": "TierCacheConnector",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"storage": storage, "revision": "r1", "host_bytes": "64MiB"},
+            "kv_connector_extra_config": settings(storage, host_bytes="64MiB"),
         }
 
 

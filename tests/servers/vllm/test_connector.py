@@ -5,18 +5,16 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.processes import free_port
-from tests.servers.conftest import Expected, Start, environment_of
+from tests.servers.conftest import environment_of
 from tests.servers.models import make_model
-from tests.servers.prompts import PROMPTS, ask_all, cached, check, come_back, damage, whole_pages
-from tests.servers.server import Answer, Server
 from tests.servers.vllm.server import VllmApartServer, VllmConnectorServer, VllmRanksServer
 from tests.waiting import until
+from tiercache.testing.hosts import PROMPTS, Answer, HostConformance, ask_all, cached, check, damage
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 
@@ -46,35 +44,33 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("engine", "model"), MODELS, indirect=["engine"], ids=[model for _, model in MODELS])
-def test_windows_and_states_of_other_kinds_come_back(model, engine, start, expected, tmp_path):
-    right, store = expected(model), tmp_path / "store"
+def test_windows_and_states_of_other_kinds_come_back(model, hosts, start, tmp_path):
+    right, store = hosts.right(model), tmp_path / "store"
     url = f"file://{store}?capacity=256MiB"
-    come_back(lambda: start(model, url), right, engine.PAGE)
+    HostConformance.come_back(hosts, model, url)
     with start(model, url) as server:
         damage(store, 1 << 14)
         damaged = ask_all(server)
         check(damaged, right, when="damaged")
-        assert sum(cached(damaged)) < sum(whole_pages(engine.PAGE))
+        assert sum(cached(damaged)) < sum(hosts.whole)
         check(ask_all(server), right, when="again")
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3next"])
 @pytest.mark.parametrize("engine", [VllmApartServer, VllmRanksServer], indirect=True)
-def test_workers_in_processes_of_their_own(
-    engine: type[Server], model: str, start: Start, expected: Expected, tmp_path: Path
-) -> None:
+def test_workers_in_processes_of_their_own(engine, model, hosts, start, tmp_path):
     """All ways back; then one rank's bytes are damaged: what only the other has counts for nothing."""
-    right = expected(model)
+    right = hosts.right(model)
     store = str(tmp_path / "store-{rank}")
     url = f"file://{store}?capacity=256MiB"
-    come_back(lambda: start(model, url), right, engine.PAGE)
+    HostConformance.come_back(hosts, model, url)
     with start(model, url) as server:
         found = [path for path in sorted(tmp_path.iterdir()) if path.name.startswith("store-")]
         assert len(found) == (2 if engine is VllmRanksServer else 1)
         damage(found[-1], 1 << 14)
         damaged = ask_all(server)
         check(damaged, right, when="damaged")
-        assert sum(cached(damaged)) < sum(whole_pages(engine.PAGE))
+        assert sum(cached(damaged)) < sum(hosts.whole)
         check(ask_all(server), right, when="again")
 
 
