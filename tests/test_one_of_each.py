@@ -136,8 +136,8 @@ SINGLE = frozenset({
     "CudaDevice", "Customer", "DeviceTensor", "Fence", "RankGroup", "SharedMemory", "_Tracked",
 })  # fmt: skip
 """Abstract classes and protocols that have one implementation, or none."""
-OUTSIDE = frozenset({"Units", "Source"})
-"""Protocols with implementations that the search does not see: they are generic, or come as entry points."""
+OUTSIDE = frozenset({"Units", "Source", "Host", "Hosts", "Node"})
+"""Those whose implementations the search does not see: generic, of entry points, or of users of a suite."""
 
 
 def test_an_abstract_class_has_two_implementations():

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.servers.conftest import Expected, Start
-from tests.servers.prompts import ask_all, cached, check, whole_pages
+from tests.servers.server import Storage, settings
 from tests.servers.vllm.server import VllmServer
+from tiercache.testing.hosts import ask_all, cached, check, whole_pages
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 
@@ -20,10 +21,10 @@ class Small(VllmServer):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments, "--max-model-len", 2048, "--num-gpu-blocks-override", 34)
 
-    def transfer(self, storage: str) -> dict[str, Any]:
-        settings = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [], "cpu_bytes_to_use": 8 << 20}
-        settings |= {"eviction_policy": storage}
-        return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": settings}
+    def transfer(self, storage: Storage) -> dict[str, Any]:
+        told = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [], "cpu_bytes_to_use": 8 << 20}
+        told |= {"eviction_policy": settings(storage)["storage"]}
+        return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": told}
 
 
 @pytest.mark.parametrize("engine", [Small], indirect=True)
