@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, islice
 from threading import Event, Lock, Thread
 from typing import Final, TypeAlias
@@ -37,6 +37,8 @@ _PLANES, _LAYOUTS, _FOLDED = 16, 1 << 12, 1 << 16
 _STATES: Final = frozenset({PoolName.MAMBA, PoolName.SWA})
 """Pools of which a prefix needs the object at its end, as controllers keep them."""
 _TURN_S: Final = 0.5
+_IDLE_S: Final = 10.0
+"""Seconds of silence after which a rank is asked what was missed; with many ranks, each costs the daemon."""
 _CLOSE_S: Final = 5.0
 
 _Layout: TypeAlias = tuple[dict[bytes, int], int]
@@ -77,7 +79,7 @@ class Fleet:
         self._told: Final[dict[bytes, dict[tuple[PoolName, bytes], int]]] = {}
         """Ranks that have told of each layout, by the label of its namespace."""
         self._sizes: Final[dict[bytes, int]] = {}
-        self._folded: Final[dict[int, int]] = {}
+        self._ranks_at: Final = lru_cache(_FOLDED)(self._fold)
         self.objects = 0
         """Number of objects that are known."""
         self._wake, self._closing = Event(), Event()
@@ -146,14 +148,18 @@ class Fleet:
         size = self._sizes.get(label, 0)
         keys = iter(prompt) if isinstance(prompt, list) else _keys(namespace, prompt[:-1], size)
         pages, states = self._needed(label)
-        alive = self._levels(self._all)
+        alive, ranks_at = self._levels(self._all), self._ranks_at
         depths: dict[int, int] = {}
         """Deepest depth at which just these ranks can restore the prompt."""
         for depth, key in enumerate(islice(keys, MAX_PAGES if size else 0), 1):
-            alive &= self._having(key, pages)
+            for held, others in pages:
+                alive &= ranks_at(held.get(key, 0)) | others
             if not alive:
                 break
-            depths[alive & self._having(key, states)] = depth
+            here = alive
+            for held, others in states:
+                here &= ranks_at(held.get(key, 0)) | others
+            depths[here] = depth
         found = {name: dict.fromkeys(Medium, 0) for name in self._workers}
         left = sum(self._firsts)
         for ranks, depth in sorted(depths.items(), key=lambda one: -one[1]):
@@ -182,18 +188,10 @@ class Fleet:
     def _levels(self, ranks: int) -> int:
         return ranks | ranks << self._count | ranks << 2 * self._count
 
-    def _having(self, key: bytes, layouts: Sequence[_Layout]) -> int:
-        """Return the ranks that have an object of each layout, or do not need it: in the first plane on the
-        device, in the second on the host or before, in the third anywhere.
-        """
-        found = -1
-        for held, others in layouts:
-            places = held.get(key, 0)
-            ranks = self._folded.get(places)
-            found &= (self._fold(places) if ranks is None else ranks) | others
-        return found
-
     def _fold(self, places: int) -> int:
+        """Return the ranks at some places: in the first plane on the device, in the second on the host or
+        before, in the third anywhere.
+        """
         count, ranks = self._count, (1 << self._count) - 1
         device = places & ranks
         host = device | places >> count & ranks
@@ -203,10 +201,7 @@ class Fleet:
             below >>= count
         if anywhere > self._all:  # the store has it
             anywhere |= self._sharing
-        folded = device | host << count | anywhere << 2 * count
-        if len(self._folded) < _FOLDED:
-            self._folded[places] = folded
-        return folded
+        return device | host << count | anywhere << 2 * count
 
     def start(self, source: EventSource) -> None:
         """Follow; `source` tells of the store, and is closed here.
@@ -241,7 +236,7 @@ class Fleet:
 
     def _read(self, name: str, rank: EventsSettings) -> None:
         """Read the events of a rank until there is a doubt."""
-        subscriber = EventSubscriber(rank.endpoint, rank.replay, rank.topic)
+        subscriber = EventSubscriber(rank.endpoint, rank.replay, rank.topic, idle=_IDLE_S)
         try:
             while not self._closing.is_set():
                 for batch in subscriber.read(_TURN_S):
