@@ -242,7 +242,7 @@ BUDGET = {
     "": 2_700,
 }  # fmt: skip
 """Lines of each package at most; "" is what lies outside them. Whoever raises a row lowers another one."""
-WHEEL_LINES, LAB_LINES, TEST_LINES = 74_514, 10_000, 75_000
+WHEEL_LINES, LAB_LINES, TEST_LINES = 74_515, 10_000, 75_000
 """Lines of the product's wheel, of the lab's, and of the tests, at most."""
 FILES = 328
 """Modules of the product's wheel at most."""

@@ -87,7 +87,8 @@ class _L1:
             del self._withheld[call]
             for one in objects:
                 one.valid = True
-                one.parent().free(one)
+                if (owner := one.parent()) is not None:
+                    owner.free(one)
 
         return end
 
