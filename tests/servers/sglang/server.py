@@ -66,7 +66,7 @@ class SglangServer(Server):
             log,
             {
                 "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}",
-                "PYTHONPATH": str(STAND_INS),
+                "PYTHONPATH": os.pathsep.join((str(STAND_INS), os.environ.get("PYTHONPATH", ""))).rstrip(":"),
                 "SGLANG_USE_CPU_ENGINE": "1",
                 "SGLANG_DISABLE_FUSED_MAMBA_SLOT_OPS": "1",
                 "SGLANG_MAMBA_CONV_DTYPE": "float32",
