@@ -496,6 +496,14 @@ def test_pages_are_told_once_and_taken_again_if_the_host_has_lost_them() -> None
     save(2, 4)
     assert engine.find("early", tokens) == 0, "the pages before were never told"
     save(0, 4)
+    save(6, 8)
+    gap = [*tokens[: 4 * PAGE], *tokens[6 * PAGE : 8 * PAGE], 1]
+    assert engine.find("gap", gap) == 4, "what was told between has been lost"
+    whole = BlockSave("c", 0, np.array(tokens, np.uint64) + 99, b"", tables[KV], {})
+    bad = whole._replace(request="bad", tokens=whole.tokens + 99, pages=tables[KV][[0, 1, 0]])
+    with pytest.raises(ValueError, match="broadcast"):
+        engine.cache.save([whole, bad])
+    assert not engine.controller.lent.is_saving, "vLLM gives the blocks to others"
     until(engine.cache.reset)
     save(4, 10)
     engine.clear()

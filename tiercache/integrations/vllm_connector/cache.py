@@ -381,9 +381,10 @@ class EngineCache:
         The copies wait for `fence`. What has been copied is written to the store in the background.
         """
         with self._lock:
-            for told in saves:
-                self._save(told, fence)
-            if saves:
+            try:
+                for told in saves:
+                    self._save(told, fence)
+            finally:  # whatever has failed, no copy reads a block that others have
                 while self._lent.is_saving:  # loads go on
                     self._controller.tick(_TICK_S)
                 self._controller.evict(Tier.DEVICE)
@@ -391,8 +392,8 @@ class EngineCache:
     def _save(self, told: BlockSave, fence: Fence | None) -> None:
         try:
             before = self._saves.get(told.request)
-            if told.begin and before is None:
-                return  # the save before it has failed
+            if told.begin and (before is None or before.pages.shape[1] != told.begin):
+                return  # a save before it has failed
             save = told if before is None or not told.begin else told.after(before)
             self._saves[told.request] = save
             search = self._searches.get(save.request)

@@ -428,8 +428,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Forget a request; its blocks are vLLM's at once, or once the last pages of the answer are saved."""
         name = request.request_id
         if name in self._requests:
-            for call in self._guarded(lambda: _hinted(request, self._tokens(request)), []):
-                self._promises.tell(call)
+            self._guarded(lambda: [*map(self._promises.tell, _hinted(request, self._tokens(request)))], None)
         is_saved = self._guarded(lambda: self._save_last(request, block_ids), False)
         self._waiting.discard(name)
         for known in (self._requests, self._known, self._saved):
