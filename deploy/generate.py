@@ -214,6 +214,7 @@ WORKERS: Final = {
     "Benefit": (
         share("Hit rate: prompt tokens restored", 'tokens_total{how="restored"}', ("tokens_total",)),
         of("Prompt tokens", "tokens_total", by=("how",)),
+        difference("Time saved", "prefill_seconds_total", "restore_seconds_total"),
         of("Restored payload", "restored_bytes_total", by=("tier",)),
         of("Written payload", "written_bytes_total", by=("tier",)),
     ),

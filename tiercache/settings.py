@@ -107,8 +107,8 @@ def whole(low: int, high: int, unit: str = "") -> Kind:
 
 def one_of(*words: T) -> Kind:
     """Return the kind of these words, or of the members of an enumeration of words; case is ignored."""
-    known = {str(word): word for word in words}
-    *others, last = known
+    known = {str(word).lower(): word for word in words}
+    *others, last = map(str, words)
 
     def parse(value: Any) -> T:
         found = known.get(value.lower()) if isinstance(value, str) else None

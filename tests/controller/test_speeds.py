@@ -74,6 +74,8 @@ def test_what_the_host_would_bring_too_slowly_is_computed_and_what_the_device_ha
     engine.controller.note_prefill(0, 4096, 0.1)
     assert engine.serve(FIRST) == 3 * P
     assert engine.metrics.value("restored_objects_total", "device", str(MAMBA)) == 1
+    saved = [engine.metrics.total(f"{what}_seconds_total") for what in ("prefill", "restore")]
+    assert saved == [pytest.approx(3 * P * 0.1 / 4096, rel=0.1), 0], "a hit on the device"
     engine.settle()
     engine.controller.evict(Tier.DEVICE)
     admission = ask(engine, FIRST)
@@ -102,6 +104,16 @@ def test_speeds_are_unknown_until_enough_was_measured():
     clock.now += 0.75
     speeds.note_load(MIB, begun)
     assert gains()[0] == pytest.approx(1.0 - 0.75, rel=1e-6), "the slower leg counts"
+
+
+def test_what_any_pass_takes_is_not_saved():
+    speeds, gains = Speeds(PROFILE, 2, Clock()), []
+    speeds.note_prefill(0, 1000, 0.08, 0.5)
+    for least in (0.02, 0.2, 1.0):
+        gains += [*speeds.gains(0, column(1000), column(0), column(0))]
+        speeds.note_least_pass(least)
+    assert gains == pytest.approx([0.08, 0.07, 0.025])
+    assert speeds.gains(0, column(1000), column(0), column(0)) == 0.0, "none takes less than nothing"
 
 
 def test_a_read_that_one_thread_makes_is_not_shared_among_all():

@@ -222,7 +222,7 @@ def test_only_what_is_on_its_way_is_waited_for_and_a_save_waits_for_no_load() ->
         engine.compute(str(tokens), tokens)
     fence = Fence()
     assert engine.find("one", [*ones, 1], begin=2) == 5
-    engine.cache.load(engine.claim("one", ones, 3), fence)
+    engine.cache.load(engine.claim("one", ones, 3), lambda: fence)
     # The engine has the common pages itself; who lacks them, or goes on with those of the load, has to wait.
     assert engine.answer("two", [*twos, 1], begin=2) == [5]
     assert engine.answer("two again", [*twos, 1], begin=0) == engine.answer("1", [*ones, 1], begin=2) == []
@@ -236,6 +236,16 @@ def test_only_what_is_on_its_way_is_waited_for_and_a_save_waits_for_no_load() ->
     # What was never promised is a load that fails.
     engine.cache.load(engine.claim("nobody", ones, 3))
     assert not engine.wait({"nobody"})
+    # So is one without a point of the device's work that it has to wait for, and nothing else is kept.
+    assert engine.find("late", [*ones, 1]) == 5
+    with pytest.raises(ZeroDivisionError):
+        engine.cache.load(engine.claim("late", ones, 5), lambda: 1 // 0)
+    assert not engine.wait({"late"})
+    assert engine.find("late", [*ones, 1]) == 0, "it computes everything"
+    last = BlockSave("late", 0, np.array(ones, np.uint64), b"", np.zeros((2, 5), int), {}, is_last=True)
+    with pytest.raises(ZeroDivisionError):
+        engine.cache.save([last], lambda: 1 // 0)
+    assert engine.find("late", [*ones, 1]) == 5, "the request is over"
     engine.cache.close()
 
 
@@ -349,8 +359,13 @@ def test_what_the_model_computes_faster_than_it_is_loaded_is_computed(tmp_path: 
     engine.cache.note_pass([(0, 5), (0, 15)], 10.0)
     # private: loads of a test have too few bytes to be measured
     engine.cache._controller._context.speeds._loads.add(1 << 20, 1.0)
-    assert engine.find("slow model", [*tokens, 1]) == 5
+    for name, own in (("slow model", 0), ("slow again", 3)):  # what the engine has itself saves nothing
+        assert engine.find(name, [*tokens, 1], own) == 5
+        assert engine.load(name, tokens, 5 - own, engine.blocks(5))
+    assert engine.count("prefill_seconds_total") == pytest.approx(10 + 4, abs=0.01)
+    assert engine.count("restore_seconds_total") == pytest.approx((7 * 1216 + 2 * 1232) / (1 << 20), abs=1e-5)
     engine.cache.note_pass([(0, 4096)], 0.1)
+    engine.cache.note_pass([(20, 22)], 10.0)  # takes as long as any pass
     assert engine.find("fast model", [*tokens, 2]) == 0
     assert engine.find("fast model", [*tokens, 2], begin=3) == 3
     engine.cache.close()

@@ -4,28 +4,33 @@
 
 `connector` is vLLM's, `tree` the cache in the place of SGLang's tree. Three servers of one model take turns:
 over a store that keeps nothing (never), with `load_or_recompute` off (always), and on (choice). Before each
-request, device and host are emptied. Six mixes: a short or a long context, a store in the page cache or a
-slow one, one request or four at once. A JSON line a mix: median milliseconds until each request has two
-tokens, and `behind`, the choice's time over the better of the other two.
+request, device and host are emptied; other servers are suspended, because SGLang polls while it waits. Six
+mixes: a short or a long context, a store in the page cache or a slow one, one request or four at once. A JSON
+line a mix: median milliseconds until each request has two tokens, and `behind`, the choice's time over the
+better of the other two.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
+from urllib.error import HTTPError
 
 from tests.processes import free_port
 from tests.servers.models import make_model
 from tests.servers.server import Server
 from tests.servers.sglang.server import SglangTreeServer
 from tests.servers.vllm.server import VllmConnectorServer
+from tests.waiting import until
 from tiercache_lab.bench.timing import Side, medians
 
 SHORT, LONG, ROUNDS = 256, 1536, 9
@@ -70,7 +75,22 @@ def side(name: str, server: Server, asked: list[list[int]]) -> Side:
         with ThreadPoolExecutor(len(asked)) as threads:
             list(threads.map(lambda prompt: server.ask(prompt, 2), asked))
 
-    return Side(name, ask, lambda _: server.flush())
+    def begin(_: int) -> None:
+        def is_empty() -> bool:
+            with suppress(HTTPError):  # SGLang refuses while something is under way
+                server.flush()
+                return True
+            return False
+
+        signal_all(server, signal.SIGCONT)
+        until(is_empty)
+
+    return Side(name, ask, begin, lambda _: signal_all(server, signal.SIGSTOP))
+
+
+def signal_all(server: Server, number: signal.Signals) -> None:
+    for pid in server.processes():
+        os.kill(pid, number)
 
 
 def rows(engine: str, environment: Path, rounds: int, folder: Path) -> Iterator[dict[str, Any]]:
@@ -85,6 +105,7 @@ def rows(engine: str, environment: Path, rounds: int, folder: Path) -> Iterator[
                 url = "memory://?capacity=1MiB" if name == "never" else url  # which keeps nothing
                 server = kind(environment, model, free_port(), folder / f"{store}-{name}.log", url)
                 servers[name] = stack.enter_context(server)
+                stack.callback(signal_all, server, signal.SIGCONT)
             for tokens, count in [(tokens, count) for of, tokens, count in MIXES if of == store]:
                 asked = [[draw.randrange(3, 250) for _ in range(tokens + 1)] for _ in range(count)]
                 took = medians([side(name, server, asked) for name, server in servers.items()], rounds)

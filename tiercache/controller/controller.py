@@ -447,12 +447,13 @@ class HybridCacheController:
         self._values.tell()
         self._post_residency()
 
-    def note_prefill(self, start: int, end: int, seconds: float) -> None:
+    def note_prefill(self, start: int, end: int, seconds: float, passes: float = 1.0) -> None:
         """Record that the device has computed tokens [start, end) of a sequence in `seconds`.
 
         With this, tokens are computed that would take longer to restore (see `load_or_recompute` of the
-        options). `seconds` is the time of the computation alone, without waiting for the restore. Raises
-        InputError for a range or a time that is not possible.
+        options). `seconds` is the time of the computation alone, without waiting for the restore; `passes` is
+        the part of a pass of the model that this was. Raises InputError for a range or a time that is not
+        possible.
         """
         self._enter()
         if not 0 <= start < end or not 0.0 <= seconds < float("inf"):
@@ -460,15 +461,22 @@ class HybridCacheController:
                 f"a prefill of tokens {start} to {end} in {seconds} s is not possible; give the first token,"
                 " the one behind the last, and a finite number of seconds"
             )
-        self._context.speeds.note_prefill(start, end, seconds)
+        self._context.speeds.note_prefill(start, end, seconds, passes)
         if self._tells_speed and self._hybrid is not None:
             self._tell_speed(self._hybrid)
 
     def note_pass(self, computed: Sequence[tuple[int, int]], seconds: float) -> None:
-        """Record that one pass of the model has computed these ranges of tokens, as `note_prefill` does."""
+        """Record that one pass of the model has computed these ranges of tokens, as `note_prefill` does.
+
+        A pass of less than a page shows how long any pass takes, whatever was restored before it.
+        """
         total = sum(end - start for start, end in computed)
+        if 0 < total < self.page_size:
+            self._context.speeds.note_least_pass(seconds)
+            return
         for start, end in computed:
-            self.note_prefill(start, end, seconds * (end - start) / total)
+            part = (end - start) / total
+            self.note_prefill(start, end, seconds * part, part)
 
     def _tell_speed(self, storage: HybridStorage) -> None:
         """Register the speed of the prefill, by which daemons know how much time a hit saves."""

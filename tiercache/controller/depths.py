@@ -45,10 +45,10 @@ class Speed:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._amount = self._seconds = self._at = 0.0
+        self._amount = self._seconds = self._times = self._at = 0.0
 
-    def add(self, amount: float, seconds: float) -> None:
-        """Add the measurement of `amount` in `seconds`.
+    def add(self, amount: float, seconds: float, times: float = 1.0) -> None:
+        """Add the measurement of `amount` in `seconds`, of `times` measurements.
 
         A measurement without a duration, or without a finite amount, says nothing.
         """
@@ -58,21 +58,27 @@ class Speed:
             self._decay()
             self._amount += amount
             self._seconds += seconds
-            scale = min(1.0, MOST_S / self._seconds)
-            self._amount *= scale
-            self._seconds *= scale
+            self._times += times
+            self._scale(min(1.0, MOST_S / self._seconds))
 
-    def pace(self) -> float | None:
-        """Return the seconds that one byte or FLOP takes; None while the speed is unknown."""
+    def pace(self, least: float = 0.0) -> float | None:
+        """Return the seconds that one byte or FLOP takes; None while the speed is unknown.
+
+        `least`: seconds of each measurement that do not depend on the amount.
+        """
         with self._lock:
             self._decay()
-            return self._seconds / self._amount if self._seconds >= ENOUGH_S else None
+            own = max(0.0, self._seconds - least * self._times)
+            return own / self._amount if self._seconds >= ENOUGH_S else None
+
+    def _scale(self, factor: float) -> None:
+        self._amount *= factor
+        self._seconds *= factor
+        self._times *= factor
 
     def _decay(self) -> None:
         now = self._clock()
-        factor = 0.5 ** (max(0.0, now - self._at) / HALF_LIFE_S)
-        self._amount *= factor
-        self._seconds *= factor
+        self._scale(0.5 ** (max(0.0, now - self._at) / HALF_LIFE_S))
         self._at = now
 
 
@@ -87,7 +93,7 @@ class Speeds:
         self._profile = profile
         self._readers = readers
         self._clock = clock
-        self._reads, self._loads, self._prefills = Speed(clock), Speed(clock), Speed(clock)
+        self._reads, self._loads, self._prefills, self._passes = (Speed(clock) for _ in range(4))
         self._last_load_end = -math.inf
 
     def note_read(self, nbytes: int, seconds: float) -> None:
@@ -106,15 +112,23 @@ class Speeds:
             self._loads.add(nbytes, now - max(begun, self._last_load_end))
         self._last_load_end = now
 
-    def note_prefill(self, start: int, end: int, seconds: float) -> None:
-        """Record that the device has computed tokens [start, end) of a sequence in `seconds`."""
+    def note_prefill(self, start: int, end: int, seconds: float, passes: float = 1.0) -> None:
+        """Record that the device has computed tokens [start, end) in `seconds`, a part of so many passes."""
         if seconds >= LEAST_PREFILL_S:
-            self._prefills.add(self._profile.flops(start, end), seconds)
+            self._prefills.add(self._profile.flops(start, end), seconds, passes)
+
+    def note_least_pass(self, seconds: float) -> None:
+        """Record how long a pass that computes hardly anything has taken."""
+        self._passes.add(1, seconds)
+
+    def _prefill_pace(self) -> float | None:
+        # What a pass takes in any case is not saved by a restore.
+        return self._prefills.pace(self._passes.pace() or 0.0)
 
     @property
     def prefill_flops_per_second(self) -> int | None:
         """FLOPs per second of the prefill; None while they are not known."""
-        pace = self._prefills.pace()
+        pace = self._prefill_pace()
         return None if not pace else round(1 / pace)
 
     def gains(
@@ -131,12 +145,12 @@ class Speeds:
         Each of the longer restores reads `reads` bytes from storage and loads `loads` bytes to the device,
         both at the same time; the shorter one loads `load_before` bytes. `ends`, `reads`, `loads` and the
         result have shape [restores]. A gain is negative if computing the tokens behind `start` is faster. The
-        result is None while the speed of the prefill, or of both legs, is unknown.
+        result is None while the speed of the prefill, or of both legs that are needed, is unknown.
 
         One thread reads up to `part` bytes at once, so only larger reads are shared among the threads.
         """
-        prefill, read, load = (one.pace() for one in (self._prefills, self._reads, self._loads))
-        if prefill is None or (read is None and load is None):
+        prefill, read, load = self._prefill_pace(), self._reads.pace(), self._loads.pace()
+        if prefill is None or (read is None and load is None and loads.any()):
             return None
         read, load = read or 0.0, load or 0.0
         longest = np.maximum(reads / self._readers, np.minimum(reads, part))

@@ -259,7 +259,7 @@ class LentSlots:
         reasons = {Tier.HOST: why} if depth < match.near_depth else {}
         if ticket is not None and (ticket.fetched or ticket.reason is not Reason.NONE):  # storage was asked
             reasons[Tier.STORAGE] = ticket.reason
-        count_restore(self._context, sources, held, reasons, tokens, depth * page_size)
+        count_restore(self._context, sources, held, reasons, tokens, depth * page_size, own * page_size)
 
     def clear(self) -> None:
         """Evict all from device and host that nothing uses; what waits to be written begins no copy now."""

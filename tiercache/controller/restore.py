@@ -225,8 +225,11 @@ def count_restore(
     reasons: Mapping[Tier, Reason],
     tokens: int,
     restored: int,
+    begin: int = 0,
 ) -> None:
     """Count one restore of `restored` out of `tokens` prompt tokens in the metrics.
+
+    The first `begin` tokens cost no time in any case, because the engine has them itself.
 
     Only tiers that were consulted are counted. The device is always consulted. The host is consulted unless
     the device had everything.
@@ -242,6 +245,7 @@ def count_restore(
     # The host was consulted unless the device had all pages that a prompt may restore. These are the whole
     # pages of the first `tokens` - 1 tokens, because at least one token is computed.
     most = (tokens - 1) // context.page_size * context.page_size
+    moved = dict.fromkeys(Tier, 0)
     below_device = restored < most or sources.slowest() is not Tier.DEVICE
     for tier in Tier:
         if (tier is Tier.STORAGE and tier not in reasons) or (tier is Tier.HOST and not below_device):
@@ -251,6 +255,7 @@ def count_restore(
             if count:
                 result, reason = HIT, Reason.NONE
                 nbytes = count * context.host[pool].geometry.nbytes
+                moved[tier] += nbytes
                 metrics.increment("restored_objects_total", str(tier), pool, by=count)
                 metrics.increment("restored_bytes_total", str(tier), pool, by=nbytes)
                 metrics.set("tier_last_read_seconds", str(tier), to=time.time())
@@ -262,3 +267,10 @@ def count_restore(
             metrics.increment("lookups_total", str(tier), pool, result, reason)
     metrics.increment("tokens_total", "restored", by=restored)
     metrics.increment("tokens_total", "computed", by=tokens - restored)
+    # Of two restores of the same tokens, the first needs no transfer.
+    reads = np.array([0, moved[Tier.STORAGE]])
+    loads = np.array([0, moved[Tier.STORAGE] + moved[Tier.HOST]])
+    gains = context.speeds.gains(begin, np.array([restored, restored]), reads, loads)
+    if gains is not None and restored > begin:
+        metrics.increment("prefill_seconds_total", by=float(gains[0]))
+        metrics.increment("restore_seconds_total", by=float(gains[0] - gains[1]))

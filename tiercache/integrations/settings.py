@@ -110,8 +110,9 @@ class StoreSettings:
         """
         dtype = self.kv_dtype or kv_dtype
         return Identity(
-            model, self.revision, "", dtype, self.state_dtype, page_size, self.quantization, self.tenant
-        )
+            model, self.revision, weights_dtype="", kv_dtype=dtype, state_dtype=self.state_dtype,
+            page_size=page_size, quantization=self.quantization, tenant=self.tenant,
+        )  # fmt: skip
 
     def record(self, identity: Identity, *, states: bool = False) -> NamespaceRecord:
         """Return the record of the engine's namespace, with the FLOPs of its model if they are known.

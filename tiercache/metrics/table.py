@@ -149,6 +149,11 @@ CONTROLLER: Final = (
      {"tier": _TIERS, "pool": _POOLS}),
     Metric("tokens_total", Counter, "Prompt tokens, restored or computed.",
      {"how": ("restored", "computed")}),
+    Metric("prefill_seconds_total", Counter,
+     "Time that the prefill of restored tokens would have taken, by the speeds measured so far. Less "
+     "restore_seconds_total, it is the saved time."),
+    Metric("restore_seconds_total", Counter,
+     "Time that reads and loads of these tokens took, by the same measure."),
     Metric("restore_failures_total", Counter,
      "Planned restores that ended early, by reason.", {"reason": _REASONS}),
     Metric(

@@ -1,4 +1,4 @@
-"""tiercache's connector where a pass cannot be measured; tests/servers has it in real servers."""
+"""tiercache's connector where the device or a request fails it; tests/servers has it in real servers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tiercache.integrations.vllm_connector import connector
-from tiercache.integrations.vllm_connector.connector import StepWork, TierCacheConnector
+from tiercache.integrations.vllm_connector.connector import TierCacheConnector
+from tiercache.integrations.vllm_connector.engine import StepWork
 
 
 class Mark:
@@ -35,7 +36,7 @@ class Mark:
             raise RuntimeError(call)
 
 
-def test_a_pass_that_cannot_be_measured_costs_its_measurement_alone(monkeypatch, caplog):
+def test_a_failing_device_costs_a_measurement_or_a_copy_and_a_wrong_hint_costs_nothing(monkeypatch, caplog):
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
@@ -64,3 +65,14 @@ def test_a_pass_that_cannot_be_measured_costs_its_measurement_alone(monkeypatch,
     one.bind_connector_metadata(StepWork())
     assert noted == [([(0, 5)], 1.0)] * 3
     assert caplog.text.count("RuntimeError") == 4
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: 1 // 0)
+    one.bind_connector_metadata(StepWork(loads=[None], saves=[None]))
+    one.start_load_kv(None)
+    one.wait_for_save()
+    request = SimpleNamespace(
+        request_id="r", mm_features=[], prompt_embeds=None, resumable=False, num_tokens=1,
+        all_token_ids=[1], kv_transfer_params=None, kv_hints=SimpleNamespace(actions=[None]),
+    )  # fmt: skip
+    one.on_new_request(request)
+    assert one.request_finished_all_groups(request, ([],)) == (False, None)
+    assert caplog.text.count("no attribute 'action_type'") == 1

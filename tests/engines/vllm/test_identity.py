@@ -130,7 +130,7 @@ def test_what_the_bytes_do_not_depend_on_hits(full: dict[str, object], change: d
         ({"queued_rows": True}, "secondary tier TierCacheTier, setting 'queued_rows': True is not possible"),
         (
             {"locality": "NEAR"},
-            "secondary tier TierCacheTier, setting 'locality': 'NEAR' is unknown; it is LOCAL or REMOTE",
+            "secondary tier TierCacheTier, setting 'locality': 'NEAR' is not possible; use LOCAL or REMOTE",
         ),
     ],
 )

@@ -6,13 +6,13 @@ pool, flat page, attach.
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Lock
-from typing import Annotated, Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, TypeAlias
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from tiercache.core import HitPolicy, ObjectKey, ObjectMeta, Outcome, PoolName
 from tiercache.errors import ConfigError, RefusedError, StorageError, UnavailableError
 from tiercache.events.settings import EventSettings
+from tiercache.integrations import attempt
 from tiercache.integrations.settings import StoreSettings, of_rank, read_events
 from tiercache.integrations.sglang.events import PagePublisher
 from tiercache.integrations.sglang.pools import HostPages, PageKeys, Traffic, flat_bytes, is_trailing, kind_of
@@ -49,40 +50,8 @@ _ORDER_NEEDED: Final = (
     " that it writes; set interface_v1 to 1 and hicache_storage_pass_prefix_keys to true"
 )
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-_Method = Callable[Concatenate["TierCacheStorage", _P], _T]
 _Extra: TypeAlias = HiCacheStorageExtraInfo | None
 _Work: TypeAlias = Callable[[HostPages, list[str], torch.Tensor, _Extra], list[bool]]
-
-
-def _never_raises(nothing: Callable[..., _T]) -> Callable[[_Method[_P, _T]], _Method[_P, _T]]:
-    """Decorate a method that SGLang's threads call, so that it logs exceptions and never raises.
-
-    If the method fails, the result is `nothing(*args, **kwargs)`, an answer that means "nothing found" or
-    "nothing stored".
-    """
-
-    def wrap(call: _Method[_P, _T]) -> _Method[_P, _T]:
-        def guarded(self: TierCacheStorage, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-            try:
-                return call(self, *args, **kwargs)
-            except Exception:  # noqa: BLE001  the thread belongs to SGLang and must not end
-                _log.exception("tiercache: %s failed", call.__name__)
-                return nothing(*args, **kwargs)
-
-        functools.update_wrapper(guarded, call)
-        return guarded
-
-    return wrap
-
-
-def _none_of(keys: Sequence[str], *_: Any, **__: Any) -> list[bool]:
-    return [False] * len(keys)
-
-
-def _none_of_each(transfers: Sequence[PoolTransfer], *_: Any, **__: Any) -> dict[str, list[bool]]:
-    return {t.name: [False] * len(t.keys or ()) for t in transfers}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +225,6 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         """Return whether the KV of this page is stored."""
         return self.batch_exists([key]) == 1
 
-    @_never_raises(lambda *_, **__: PoolTransferResult.empty())
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: _Extra = None
     ) -> PoolTransferResult:
@@ -265,7 +233,10 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         One call of the store looks up all pools. A pool that is not kept, or that comes with an unknown hit
         policy, counts as a pool without pages.
         """
-        transfers = pool_transfers or []
+        call = partial(self._find, keys, pool_transfers or [])
+        return attempt(call, PoolTransferResult.empty(), "batch_exists_v2")
+
+    def _find(self, keys: list[str], transfers: list[PoolTransfer]) -> PoolTransferResult:
         page_keys = self._keys.keys_of(keys)
         queries = {_KV: PoolQuery(self._objects(_KV, page_keys))}
         for transfer in transfers:
@@ -297,46 +268,32 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
     # Reads and writes.
 
-    @_never_raises(_none_of)
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: _Extra = None
     ) -> list[bool]:
         """Read KV pages into the anchor pool; return for each page whether it arrived."""
-        return self._get(self._pools[_KV], keys, host_indices, extra_info)
+        call = partial(self._get, self._pools[_KV], keys, host_indices, extra_info)
+        return attempt(call, [False] * len(keys), "batch_get_v1")
 
-    @_never_raises(_none_of)
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: _Extra = None
     ) -> list[bool]:
         """Store KV pages of the anchor pool; return for each page whether it is stored now."""
-        return self._set(self._pools[_KV], keys, host_indices, extra_info)
+        call = partial(self._set, self._pools[_KV], keys, host_indices, extra_info)
+        return attempt(call, [False] * len(keys), "batch_set_v1")
 
-    @_never_raises(_none_of_each)
     def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: _Extra = None) -> dict[str, list[bool]]:
         """Read objects into sidecar pools; return for each pool and object whether it arrived."""
         return {t.name: self._sidecar(t, self._get, extra_info) for t in transfers}
 
-    @_never_raises(_none_of_each)
     def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: _Extra = None) -> dict[str, list[bool]]:
         """Store objects of sidecar pools; return for each pool and object whether it is stored now."""
         return {t.name: self._sidecar(t, self._set, extra_info) for t in transfers}
 
-    # SGLang calls these four without interface_v1 only, which is refused.
+    def get(self, *_: Any, **__: Any) -> None:
+        """Do nothing: SGLang calls these four without interface_v1 only, which is refused."""
 
-    def batch_get(self, keys: list[str], *_: Any, **__: Any) -> list[None]:
-        """Return None for each page."""
-        return [None] * len(keys)
-
-    def get(self, key: str, *_: Any, **__: Any) -> None:
-        """Return None."""
-
-    def batch_set(self, keys: list[str], *_: Any, **__: Any) -> bool:
-        """Return False."""
-        return False
-
-    def set(self, key: str, *_: Any, **__: Any) -> bool:
-        """Return False."""
-        return False
+    batch_get = set = batch_set = get
 
     # The rest.
 
@@ -363,10 +320,9 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
                 " restored; clear it again"
             )
 
-    @_never_raises(lambda *_, **__: None)
     def get_stats(self) -> Any:
         """Return the pages and the GB/s of each read and write since the last call, as a StorageMetrics."""
-        return self._traffic.take_samples()
+        return attempt(self._traffic.take_samples, None, "get_stats")
 
     def close(self) -> None:
         """Close the store; a second call does nothing."""
@@ -381,15 +337,13 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     def _sidecar(self, transfer: PoolTransfer, work: _Work, extra: _Extra) -> list[bool]:
         """Run `work` on one pool; if the pool fails, or is not kept, return False for each of its objects."""
         keys, pool = list(transfer.keys or ()), self._pools.get(str(transfer.name))
-        if _POLICIES.get(transfer.hit_policy) is HitPolicy.TRAILING_PAGES:
-            self._needs_states()
-        if pool is None:
-            return [False] * len(keys)
-        try:
-            return work(pool, keys, transfer.host_indices, extra)
-        except Exception:  # noqa: BLE001  the other pools are still served
-            _log.exception("tiercache: pool %s failed", transfer.name)
-            return [False] * len(keys)
+
+        def call() -> list[bool]:
+            if _POLICIES.get(transfer.hit_policy) is HitPolicy.TRAILING_PAGES:
+                self._needs_states()
+            return [] if pool is None else work(pool, keys, transfer.host_indices, extra)
+
+        return attempt(call, [], f"pool {transfer.name}") or [False] * len(keys)
 
     def _get(self, pool: HostPages, keys: Sequence[str], indices: torch.Tensor, extra: _Extra) -> list[bool]:
         pages, page_keys = pool.pages(indices, len(keys)), self._keys.keys_of(keys)

@@ -8,7 +8,7 @@ SGLang finds the option when tiercache is installed in its environment (entry po
 `settings.StoreSettings`. The storage backend of `tiercache.integrations.sglang` is for SGLang's own tree.
 
 Read `lent` (SGLang's tensors and allocators as device pools, and how a pass waits for loads) and `store`
-(what is fetched while a request waits) before `tree`.
+(its arguments, and what is fetched while a request waits) before `tree`.
 """
 
 from __future__ import annotations

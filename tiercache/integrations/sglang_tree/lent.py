@@ -21,85 +21,64 @@ _KEPT: Final = 4
 """Number of batches whose loads are remembered: one is computed while the next is prepared."""
 
 
-class LentPages:
-    """Pages of SGLang's allocator of KV. Page i has the rows [i * page_size, (i + 1) * page_size).
+class LentSource:
+    """Slots of an allocator of SGLang. Slot i has the rows [i * size, (i + 1) * size).
 
     Thread safety: the scheduler's thread.
     """
 
-    def __init__(self, allocator: Any) -> None:
+    def __init__(self, allocator: Any, size: int = 1) -> None:
         self.held = 0
-        """Number of pages that the cache holds: present, and being loaded."""
+        """Number of slots that the cache holds: present, and being loaded."""
         self._allocator = allocator
-        self._size = int(allocator.page_size)
-        self._row = torch.arange(self._size, device=allocator.device)
-
-    @property
-    def available(self) -> int:
-        """Number of free pages."""
-        return int(self._allocator.available_size()) // self._size
-
-    def alloc(self, n: int) -> Locations:
-        """Take `n` pages for the cache; PoolFullError, with nothing taken, if fewer are free."""
-        rows = self._allocator.alloc(n * self._size) if n else torch.empty(0, dtype=torch.int64)
-        if rows is None:
-            raise PoolFullError(f"{n} pages are wanted and {self.available} are free; evict first")
-        self.held += n
-        return self.pages(rows[:: self._size])
-
-    def free(self, slots: npt.ArrayLike) -> None:
-        """Give pages of the cache back to SGLang."""
-        self.held -= np.size(slots)
-        self.release(slots)
-
-    def release(self, slots: npt.ArrayLike) -> None:
-        """Give pages of a request back to SGLang."""
-        self._allocator.free_page_ids(torch.from_numpy(np.asarray(slots, np.int64)).to(self._row.device))
-
-    def rows(self, pages: npt.ArrayLike) -> torch.Tensor:
-        """Return the rows of pages, in order: int64, shape [pages * page_size], on the device."""
-        first = torch.from_numpy(np.asarray(pages, np.int64)[:, None]).to(self._row.device)
-        return torch.add(self._row, first, alpha=self._size).view(-1)
-
-    def pages(self, rows: torch.Tensor) -> Locations:
-        """Return the pages of which these are the first rows: int64, shape [pages]."""
-        found: Locations = np.floor_divide(rows.cpu().numpy(), self._size, dtype=np.int64)
-        return found
-
-
-class LentStates:
-    """Slots of SGLang's allocator of recurrent states.
-
-    Thread safety: the scheduler's thread.
-    """
-
-    def __init__(self, allocator: Any) -> None:
-        self.held = 0
-        """Number of states that the cache holds: present, and being loaded."""
-        self._allocator = allocator
+        self._size = size
+        self._row = torch.arange(size, device=allocator.device)
 
     @property
     def available(self) -> int:
         """Number of free slots."""
-        return int(self._allocator.available_size())
+        return int(self._allocator.available_size()) // self._size
 
     def alloc(self, n: int) -> Locations:
         """Take `n` slots for the cache; PoolFullError, with nothing taken, if fewer are free."""
-        slots = self._allocator.alloc(n) if n else torch.empty(0, dtype=torch.int64)
-        if slots is None:
-            raise PoolFullError(f"{n} states are wanted and {self.available} are free; evict first")
+        rows = self._allocator.alloc(n * self._size) if n else torch.empty(0, dtype=torch.int64)
+        if rows is None:
+            raise PoolFullError(f"{n} slots are wanted and {self.available} are free; evict first")
         self.held += n
-        taken: Locations = slots.to("cpu", torch.int64).numpy()
-        return taken
+        return self.slots(rows[:: self._size])
 
     def free(self, slots: npt.ArrayLike) -> None:
         """Give slots of the cache back to SGLang."""
         self.held -= np.size(slots)
-        self._allocator.free(torch.from_numpy(np.asarray(slots, np.int64)).to(self._allocator.device))
+        self.release(slots)
+
+    def release(self, slots: npt.ArrayLike) -> None:
+        """Give slots of a request back to SGLang."""
+        self._allocator.free(self._tensor(slots))
+
+    def slots(self, rows: torch.Tensor) -> Locations:
+        """Return the slots of which these are the first rows: int64, shape [slots]."""
+        found: Locations = np.floor_divide(rows.cpu().numpy(), self._size, dtype=np.int64)
+        return found
+
+    def _tensor(self, slots: npt.ArrayLike) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(slots, np.int64)).to(self._row.device)
+
+
+class LentPages(LentSource):
+    """Pages of SGLang's allocator of KV. Thread safety: as `LentSource`."""
+
+    def release(self, slots: npt.ArrayLike) -> None:
+        """Give pages of a request back to SGLang."""
+        self._allocator.free_page_ids(self._tensor(slots))
+
+    def rows(self, pages: npt.ArrayLike) -> torch.Tensor:
+        """Return the rows of pages, in order: int64, shape [pages * page_size], on the device."""
+        return torch.add(self._row, self._tensor(pages)[:, None], alpha=self._size).view(-1)
 
 
 def lent_pools(
-    pages: LentPages, allocator: Any, states: LentStates | None, requests: Any
+    pages: LentPages, allocator: Any, states: LentSource | None, requests: Any
 ) -> dict[PoolName, DevicePool]:
     """Return the device pools over the tensors of SGLang's KV pool, and of its pool of states.
 

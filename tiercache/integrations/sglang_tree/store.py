@@ -1,4 +1,4 @@
-"""The store below device and host: its settings, the identity of what it holds, and fetches for requests.
+"""Arguments of the server: settings, identity, refusals; and the store below device and host.
 
 SGLang asks for a fetch when it queues a request, and before each batch whether the request may begin. How
 long a request may wait is SGLang's rule, `--hicache-storage-prefetch-policy`. A store that hangs, fails or
@@ -8,12 +8,14 @@ lies costs hits: what has not arrived, verified, is computed.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from threading import Thread
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
 
 from blake3 import blake3
+from sglang.srt import runtime_context
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller as hicache
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -21,10 +23,12 @@ from sglang.srt.runtime_context import get_memory, get_parallel
 
 from tiercache.controller import HybridCacheController
 from tiercache.controller.prefetch import PrefetchTicket
+from tiercache.core import PoolName
 from tiercache.errors import ConfigError, TierCacheError
 from tiercache.integrations.settings import CacheSettings, StoreSettings
 from tiercache.integrations.sglang_server import OF_SGLANG, PLACE, Server
 from tiercache.keys import Identity, namespace_of
+from tiercache.pools import DevicePool
 from tiercache.settings import read_section
 from tiercache.storage.base import StorageBackend
 
@@ -73,7 +77,7 @@ def identity_of(settings: CacheSettings, ctx: TreeCacheBuildContext, kv_dtype: s
     """Return the identity of the cache; in a store it has a digest of all settings that change its bytes."""
     model, page_size = str(ctx.model_config.model_path), int(ctx.params.page_size)
     if not isinstance(settings, StoredSettings):
-        return Identity(model, "", "", kv_dtype, "", page_size)
+        return Identity(model, "", weights_dtype="", kv_dtype=kv_dtype, state_dtype="", page_size=page_size)
     facts = blake3(repr(Server(1).facts(draft=False)).encode()).hexdigest(16)
     return replace(settings.identity(model, kv_dtype, page_size), weights_dtype=f"as by settings {facts}")
 
@@ -85,6 +89,49 @@ def opened(settings: CacheSettings, ctx: TreeCacheBuildContext) -> StorageBacken
     parallel = get_parallel()
     rank = f"dp{parallel.dp_rank or 0}" + (f"tp{ctx.tp_rank}" if ctx.tp_size > 1 else "")
     return settings.open(rank, parallel.num_dp_ranks * ctx.tp_size)
+
+
+def host_sizes(pools: Mapping[PoolName, DevicePool]) -> tuple[int, int]:
+    """Return the bytes of the host tier and of a block of it.
+
+    The tier has the size that SGLang was told, or a multiple of the device's pools. A block has an object of
+    the pool with the smallest ones, so that no object is a long list of blocks.
+    """
+    memory, block = get_memory(), min(pool.geometry.padded_nbytes for pool in pools.values())
+    if memory.hicache_size > 0:
+        return int(memory.hicache_size * 1e9), block
+    return int(memory.hicache_ratio * sum(p.capacity * p.geometry.nbytes for p in pools.values())), block
+
+
+def refuse(ctx: TreeCacheBuildContext) -> None:
+    """Raise ConfigError, in one sentence, for an option of the server that this cache cannot serve."""
+    params, parallel, storage = ctx.params, get_parallel(), get_memory().hicache_storage_backend
+    cannot = {
+        "--disable-radix-cache": params.disable,
+        "--hicache-storage-backend other than dynamic": storage not in (None, "dynamic"),
+        "--hicache-storage-backend without --enable-hierarchical-cache": storage is not None
+        and not ctx.enable_hierarchical_cache,
+        "--hicache-host-memory-mode buffer_only": get_memory().hicache_host_memory_mode == "buffer_only",
+        "--hicache-write-policy other than write_through": ctx.enable_hierarchical_cache
+        and get_memory().hicache_write_policy != "write_through",
+        "speculative decoding": params.is_eagle
+        or params.mtp_draft_device_pools
+        or params.sidecar_draft_device_pools,
+        "a model with sliding windows": ctx.is_hybrid_swa,
+        "--disaggregation-mode": runtime_context.get_disagg().disaggregation_mode != "null",
+        "attention on a part of the ranks (--dp-size with --enable-dp-attention)": parallel.attn_dp_size > 1,
+        "decode context parallelism": parallel.dcp_enabled,
+        "context parallelism": params.attn_cp_size > 1,
+        "pipeline parallelism": params.pp_size > 1,
+        "--kv-events-config": params.enable_kv_cache_events,
+        "--enable-session-radix-cache": params.enable_session_radix_cache,
+        "--schedule-policy dfs-weight": runtime_context.get_schedule().schedule_policy == "dfs-weight",
+        "--mamba-radix-cache-strategy no_buffer": ctx.is_hybrid_ssm and not params.enable_mamba_extra_buffer,
+        "--mamba-radix-cache-strategy extra_buffer_lazy": params.enable_mamba_extra_buffer_lazy,
+    }
+    for what, asked in cannot.items():
+        if asked:
+            raise ConfigError(f"--radix-cache-backend tiercache does not serve {what}; leave one of them out")
 
 
 class _Waiting(NamedTuple):

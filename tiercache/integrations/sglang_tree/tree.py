@@ -15,24 +15,24 @@ from typing import Any, Final, Self
 
 import numpy as np
 import torch
-from sglang.srt import runtime_context
 from sglang.srt.mem_cache import base_prefix_cache as sglang
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
-from sglang.srt.runtime_context import get_memory, get_parallel, mamba_checkpoint_grid
+from sglang.srt.runtime_context import get_parallel, mamba_checkpoint_grid
 
 from tiercache.controller import ControllerOptions, HybridCacheController
 from tiercache.controller.lent_slots import Taken, branch_of
 from tiercache.controller.ranks.landings import Ends
 from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray, pending
-from tiercache.errors import ConfigError, PoolFullError
+from tiercache.errors import PoolFullError
 from tiercache.index import HybridIndex, Match, Node, Origin, Pin
+from tiercache.integrations import attempt
 from tiercache.integrations.settings import of_rank, profile_for
-from tiercache.integrations.sglang_tree.lent import LentPages, LentStates, PassLoads, lent_pools
-from tiercache.integrations.sglang_tree.store import StoreBelow, identity_of, opened, read_settings
+from tiercache.integrations.sglang_tree import store as below
+from tiercache.integrations.sglang_tree.lent import LentPages, LentSource, PassLoads, lent_pools
 from tiercache.keys import Shard
 from tiercache.policy import CheckpointKind
-from tiercache.pools import DevicePool, HostArena
+from tiercache.pools import HostArena
 
 _log = logging.getLogger(__name__)
 _KV, _MAMBA = PoolName.KV, PoolName.MAMBA
@@ -79,7 +79,7 @@ class _Visit:
     result: MatchResult
 
 
-class TierCacheTree(StoreBelow):
+class TierCacheTree(below.StoreBelow):
     """Prefix cache of one scheduler of SGLang, over the slots that SGLang's allocators lend.
 
     Construction raises ConfigError for what cannot be served, in a sentence that says what to change.
@@ -88,7 +88,7 @@ class TierCacheTree(StoreBelow):
     """
 
     def __init__(self, ctx: TreeCacheBuildContext) -> None:
-        _refuse(ctx)
+        below.refuse(ctx)
         params = ctx.params
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
@@ -98,15 +98,15 @@ class TierCacheTree(StoreBelow):
         self.sliding_window_size = None
         if params.enable_metrics:
             self.init_metrics_collector()
-        settings, rule = read_settings()
-        self._pages = LentPages(self.token_to_kv_pool_allocator)
-        self._states = LentStates(self.req_to_token_pool.mamba_allocator) if ctx.is_hybrid_ssm else None
+        settings, rule = below.read_settings()
+        self._pages = LentPages(self.token_to_kv_pool_allocator, self.page_size)
+        self._states = LentSource(self.req_to_token_pool.mamba_allocator) if ctx.is_hybrid_ssm else None
         pools = lent_pools(self._pages, self.token_to_kv_pool_allocator, self._states, self.req_to_token_pool)
         self._hybrid = self._states is not None
         self._grid = mamba_checkpoint_grid(self.page_size) if self._hybrid else self.page_size
-        nbytes, block = _host_sizes(pools) if ctx.enable_hierarchical_cache else (_NO_HOST, _NO_HOST)
-        identity = identity_of(settings, ctx, pools[_KV].geometry.segments[0].dtype)
-        store = opened(settings, ctx)
+        nbytes, block = below.host_sizes(pools) if ctx.enable_hierarchical_cache else (_NO_HOST, _NO_HOST)
+        identity = below.identity_of(settings, ctx, pools[_KV].geometry.segments[0].dtype)
+        store = below.opened(settings, ctx)
         self._controller = HybridCacheController(
             identity,
             pools,
@@ -126,11 +126,14 @@ class TierCacheTree(StoreBelow):
         self._watch_weights(ctx.tp_worker)
         self._has_host = ctx.enable_hierarchical_cache
         self._lent = self._controller.lent
-        if ctx.tp_size > 1:
+        self._is_one_of_several = ctx.tp_size > 1
+        if self._is_one_of_several:
             # SGLang's ranks make the same batches, each by its own cache, so that these have to be alike.
             self._lent.agree_by(partial(_least, params.tp_cache_group))
         self._computed: list[tuple[int, int]] = []
         """Ranges of prompts that the last pass has computed."""
+        self._has_loaded = False
+        """Whether the last pass had to wait for a load, and says nothing of how fast tokens are computed."""
         self._round = self._computed_at = 0.0
         """Times at which SGLang's present round has begun, and at which it had the results of a prefill."""
         self._index = self._lent.index
@@ -266,13 +269,16 @@ class TierCacheTree(StoreBelow):
 
     def check_hicache_events(self) -> None:
         """Apply what has happened in the background; SGLang calls this in each round."""
-        self._controller.tick()
+        if self._is_one_of_several:  # they have to stay alike: one that fails ends the server
+            self._controller.tick()
+        else:
+            attempt(self._controller.tick, None, "to note what has happened in the background")
         # A round waits for the results of one pass, which the device may have begun in the round before.
         computed, self._computed = self._computed, []
-        try:
-            self._controller.note_pass(computed, self._computed_at - self._round)
-        except Exception:  # noqa: BLE001  it costs a measurement, and not SGLang's scheduler
-            _log.exception("tiercache: a pass could not be measured")
+        if not self._has_loaded or sum(end - begin for begin, end in computed) < self.page_size:
+            call = partial(self._controller.note_pass, computed, self._computed_at - self._round)
+            attempt(call, None, "to measure a pass")
+        self._has_loaded = False
         self._round = time.perf_counter()
 
     @property
@@ -314,6 +320,8 @@ class TierCacheTree(StoreBelow):
         if not finished and req.prefix_len < length >= len(req.origin_input_ids):
             self._computed.append((req.prefix_len, length))
             self._computed_at = time.perf_counter()
+            visit: _Visit | None = getattr(req, "tiercache_visit", None)
+            self._has_loaded |= visit is not None and visit.result.host_hit_length > 0
         if self._hybrid:
             length, kept, state = self._state_of(req, length, finished=finished)
         length = length // self.page_size * self.page_size
@@ -384,7 +392,7 @@ class TierCacheTree(StoreBelow):
         taken = Taken({depth: kind}, origin, None if after is None else after.node)
         # What was computed is in its slots once the device has passed this point.
         fence = None if self._stream is None else self._stream.record_event()
-        pages = {_KV: self._pages.pages(row)}
+        pages = {_KV: self._pages.slots(row)}
         made = self._lent.adopt(tokens, pages, states, extra, taken=taken, fence=fence)
         at = made.pages[_KV]
         adopted = int(np.count_nonzero(at.adopted))
@@ -393,7 +401,7 @@ class TierCacheTree(StoreBelow):
             self._states.held += len(made.adopted_states)
         if adopted < len(at.adopted) and (at.duplicate | at.private).any():
             assert not at.private.any(), "nothing is loaded into other slots"
-            self._pages.release(self._pages.pages(row[made.start :])[at.duplicate])
+            self._pages.release(self._pages.slots(row[made.start :])[at.duplicate])
             begin = made.start * self.page_size
             rows = self._pages.rows(at.table).to(row.dtype)
             self.req_to_token_pool.write((req.kv.req_pool_idx, slice(begin, len(tokens))), rows)
@@ -415,7 +423,8 @@ class TierCacheTree(StoreBelow):
     def evict(self, params: sglang.EvictParams) -> sglang.EvictResult:
         """Give up to as many slots back as SGLang asks for."""
         began = time.perf_counter()
-        need = {_KV: -(-params.num_tokens // self.page_size), _MAMBA: params.mamba_num * self._hybrid}
+        states = params.mamba_num if self._states is not None else 0
+        need = {_KV: -(-params.num_tokens // self.page_size), _MAMBA: states}
         freed = self._lent.make_room({pool: count for pool, count in need.items() if count > 0})
         tokens = freed.get(_KV, 0) * self.page_size
         self.update_eviction_metrics(tokens, began)
@@ -433,7 +442,7 @@ class TierCacheTree(StoreBelow):
 
     def mamba_evictable_size(self) -> int:
         """Number of states that can be evicted."""
-        return self._evictable[1] if self._hybrid else 0
+        return self._evictable[1] if self._states is not None else 0
 
     def mamba_protected_size(self) -> int:
         """Number of states in the cache that a lock holds."""
@@ -453,7 +462,7 @@ class TierCacheTree(StoreBelow):
 
     def supports_mamba(self) -> bool:
         """Whether states are cached."""
-        return self._hybrid
+        return self._states is not None
 
     def sanity_check(self) -> None:
         """Check what SGLang checks when it is idle: nothing is held, and the counts agree."""
@@ -488,46 +497,3 @@ def _extra(key: Any) -> bytes:
     """Return what a cached prefix depends on besides its tokens: adapter, salt and the caller's key."""
     parts = (key.extra_key, key.cache_salt)
     return repr(parts).encode() if any(parts) else b""
-
-
-def _host_sizes(pools: Mapping[PoolName, DevicePool]) -> tuple[int, int]:
-    """Return the bytes of the host tier and of a block of it.
-
-    The tier has the size that SGLang was told, or a multiple of the device's pools. A block has an object of
-    the pool with the smallest ones, so that no object is a long list of blocks.
-    """
-    memory, block = get_memory(), min(pool.geometry.padded_nbytes for pool in pools.values())
-    if memory.hicache_size > 0:
-        return int(memory.hicache_size * 1e9), block
-    return int(memory.hicache_ratio * sum(p.capacity * p.geometry.nbytes for p in pools.values())), block
-
-
-def _refuse(ctx: TreeCacheBuildContext) -> None:
-    """Raise ConfigError, in one sentence, for an option of the server that this cache cannot serve."""
-    params, parallel, storage = ctx.params, get_parallel(), get_memory().hicache_storage_backend
-    cannot = {
-        "--disable-radix-cache": params.disable,
-        "--hicache-storage-backend other than dynamic": storage not in (None, "dynamic"),
-        "--hicache-storage-backend without --enable-hierarchical-cache": storage is not None
-        and not ctx.enable_hierarchical_cache,
-        "--hicache-host-memory-mode buffer_only": get_memory().hicache_host_memory_mode == "buffer_only",
-        "--hicache-write-policy other than write_through": ctx.enable_hierarchical_cache
-        and get_memory().hicache_write_policy != "write_through",
-        "speculative decoding": params.is_eagle
-        or params.mtp_draft_device_pools
-        or params.sidecar_draft_device_pools,
-        "a model with sliding windows": ctx.is_hybrid_swa,
-        "--disaggregation-mode": runtime_context.get_disagg().disaggregation_mode != "null",
-        "attention on a part of the ranks (--dp-size with --enable-dp-attention)": parallel.attn_dp_size > 1,
-        "decode context parallelism": parallel.dcp_enabled,
-        "context parallelism": params.attn_cp_size > 1,
-        "pipeline parallelism": params.pp_size > 1,
-        "--kv-events-config": params.enable_kv_cache_events,
-        "--enable-session-radix-cache": params.enable_session_radix_cache,
-        "--schedule-policy dfs-weight": runtime_context.get_schedule().schedule_policy == "dfs-weight",
-        "--mamba-radix-cache-strategy no_buffer": ctx.is_hybrid_ssm and not params.enable_mamba_extra_buffer,
-        "--mamba-radix-cache-strategy extra_buffer_lazy": params.enable_mamba_extra_buffer_lazy,
-    }
-    for what, asked in cannot.items():
-        if asked:
-            raise ConfigError(f"--radix-cache-backend tiercache does not serve {what}; leave one of them out")

@@ -12,7 +12,7 @@ import functools
 import re
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
 from functools import partial
 from typing import Any, Final
@@ -160,7 +160,7 @@ class Facts:
         elif isinstance(value, set | frozenset):
             is_plain = all(isinstance(item, _SCALARS) for item in value)
             self.values[path] = f"set {sorted(map(repr, value))}" if is_plain else "set"
-            self.read.append((partial(_is_equal, value, frozenset(value)), (True,)))
+            self.read.append((partial(lambda *sets: (sets[0] == sets[1],), value, frozenset(value)), (True,)))
         elif isinstance(value, type):
             self.values[path] = _name(value)
         elif isinstance(value, _FUNCTIONS):
@@ -288,10 +288,6 @@ class Facts:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             self.values[path] += f" {_name(type(tensor))}"
             self._items(path, getattr(tensor, "__dict__", {}))
-
-
-def _is_equal(held: Set[Any], before: Set[Any]) -> tuple[bool]:
-    return (held == before,)
 
 
 def _content_of(tensor: torch.Tensor, path: str) -> str:

@@ -32,8 +32,8 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count, takewhile
 from typing import Any, Final
 
 import torch
@@ -180,20 +180,15 @@ class _Search:
     def limit(self) -> dict[str, Any]:
         """Return the `limit` of the report, and `why`: the first failure on the way up."""
         named = set(self._lengths.values())
-        for length in sorted({*named, self._usual, *self._doublings(max(named, default=0))}):
+        doublings = (self._usual << n for n in count(1))
+        below = takewhile(lambda n: n < min(max(named, default=0), self._end), doublings)
+        for length in sorted({*named, self._usual, *below}):
             why = self._cross(length) if length in named else self._double(length)
             if why:
                 most = self._passed
                 _log.warning("sequences of more than %d tokens are computed without the cache: %s", most, why)
                 return {"limit": most, "why": why}
         return {}
-
-    def _doublings(self, top: int) -> Iterator[int]:
-        """Yield the usual length doubled, and doubled again, while it is below `top`."""
-        length = 2 * self._usual
-        while length < min(top, self._end):
-            yield length
-            length *= 2
 
     def _cross(self, length: int) -> str:
         """Return why sequences that grow past a named length cannot be continued; empty if they can.

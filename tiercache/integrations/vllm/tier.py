@@ -16,14 +16,13 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from tiercache.errors import ConfigError, RefusedError, UnavailableError
+from tiercache.errors import RefusedError, UnavailableError
 from tiercache.integrations.announcements import Announcements, EvictionWatch
 from tiercache.integrations.settings import StoreSettings
 from tiercache.integrations.vllm.identity import Keys
 from tiercache.integrations.vllm.jobs import Jobs, Told
-from tiercache.settings import FLAG, Kind, read_section, whole
+from tiercache.settings import FLAG, one_of, read_section, whole
 from tiercache.storage.base import StorageBackend
-from tiercache.text import shown
 
 _log = logging.getLogger(__name__)
 
@@ -43,20 +42,12 @@ waits for the lookup thread for the same time.
 """
 
 
-def _read_locality(given: Any) -> Locality:
-    try:
-        return Locality(given)
-    except ValueError:
-        known = " or ".join(each.value for each in Locality)
-        raise ConfigError(f"{shown(given)} is unknown; it is {known}") from None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Settings(StoreSettings):
     """Settings of the tier; the docstring of the package describes those that other plug-ins lack."""
 
     queued_rows: Annotated[int | None, whole(1, 1 << 32, "rows")] = None
-    locality: Annotated[Locality | None, Kind(_read_locality)] = None
+    locality: Annotated[str | None, one_of(*(each.value for each in Locality))] = None
     enable_kv_events: Annotated[bool, FLAG] = False
 
 
@@ -87,7 +78,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         chosen = read_section(_Settings, PLACE, settings)
-        self.locality = chosen.locality
+        self.locality = chosen.locality and Locality(chosen.locality)
         max_rows = chosen.queued_rows or max(1, len(primary_kv_view) // 4)
         keys = Keys(offloading_spec.config, self.block_size_bytes, chosen)
         self._events = self._events_of(offloading_spec) if chosen.enable_kv_events else None

@@ -7,7 +7,7 @@
             "revision": "<of the weights>"}}'
 
 vLLM finds the connector when tiercache is installed in its environment (entry point `vllm.general_plugins`).
-`connector.ConnectorSettings` describes the settings.
+`engine.ConnectorSettings` describes the settings.
 
 Words of vLLM that the modules use:
 
@@ -16,8 +16,8 @@ Words of vLLM that the modules use:
               layers of that group
 
 Read `blocks` (vLLM's tensors as device pools), `cache` (what a rank finds, loads and saves, by a controller),
-`promises` (what all ranks promise) and `connector` (what vLLM calls) in this order. `cache` and `promises`
-know nothing of vLLM.
+`promises` (what all ranks promise), `engine` (what vLLM's configuration, processes and requests tell) and
+`connector` (what vLLM calls) in this order. `cache` and `promises` know nothing of vLLM.
 """
 
 from __future__ import annotations

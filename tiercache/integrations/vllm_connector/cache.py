@@ -36,6 +36,8 @@ _IDLE_S: Final = 1.0
 """Seconds between two looks when nothing is under way."""
 COUNTED: Final = [row for row in CONTROLLER if row.kind is Counter and not row.name.startswith("events_")]
 """Metrics that the engine exports."""
+Fencing = Callable[[], Fence | None]
+"""Function that returns a point of the device's work for which copies have to wait; None for no wait."""
 Blocks = Mapping[PoolName, Locations]
 """Blocks of the engine by pool: int64, shape [groups, objects]."""
 
@@ -297,8 +299,8 @@ class EngineCache:
             if value != before.get(key)
         }
 
-    def load(self, load: BlockLoad, fence: Fence | None = None) -> None:
-        """Begin a load; `ended` tells how it went. The copies wait for `fence`."""
+    def load(self, load: BlockLoad, fence: Fencing = lambda: None) -> None:
+        """Begin a load; `ended` tells how it went, also if this raises. The copies wait for `fence`."""
         with self._lock:
             search = self._searches.get(load.request)
             pin = None if search is None else search.pin
@@ -313,7 +315,7 @@ class EngineCache:
             blocks = {pool: self._given(pool, load) for pool in self._pools}
             given = {pool: at for pool, at in blocks.items() if at is not None}
             if given.keys() == blocks.keys():
-                running.copies = self._copies(load, given, fence)
+                running.copies = self._copies(load, given, fence())
 
     def _given(self, pool: PoolName, load: BlockLoad) -> Locations | None:
         """Return the blocks of a request into which a pool's objects go; None if one is missing."""
@@ -375,39 +377,39 @@ class EngineCache:
             self._failed |= failed & self._searches.keys()
             return set(done), failed
 
-    def save(self, saves: Sequence[BlockSave], fence: Fence | None = None) -> None:
+    def save(self, saves: Sequence[BlockSave], fence: Fencing = lambda: None) -> None:
         """Copy what the host lacks of pages and states, and return when others may have the blocks.
 
         The copies wait for `fence`. What has been copied is written to the store in the background.
         """
         with self._lock:
             try:
+                point = fence()
                 for told in saves:
-                    self._save(told, fence)
+                    self._save(told, point)
             finally:  # whatever has failed, no copy reads a block that others have
                 while self._lent.is_saving:  # loads go on
                     self._controller.tick(_TICK_S)
                 self._controller.evict(Tier.DEVICE)
+                for told in saves:
+                    if told.is_last:
+                        self.forget(told.request)
 
     def _save(self, told: BlockSave, fence: Fence | None) -> None:
-        try:
-            before = self._saves.get(told.request)
-            if told.begin and (before is None or before.pages.shape[1] != told.begin):
-                return  # a save before it has failed
-            save = told if before is None or not told.begin else told.after(before)
-            self._saves[told.request] = save
-            search = self._searches.get(save.request)
-            states = self._states(save, search)
-            if not states and PoolName.KV not in self._pools:
-                return
-            depths = (depth // self.page_size for depth in states)
-            taken = Taken() if search is None else search.history(depths)
-            with self._held(save) as after:
-                taken = taken._replace(after=after)
-                self._adopt(save.tokens, save.extra, save.pages, states, taken, fence)
-        finally:
-            if told.is_last:
-                self.forget(told.request)
+        before = self._saves.get(told.request)
+        if told.begin and (before is None or before.pages.shape[1] != told.begin):
+            return  # a save before it has failed
+        save = told if before is None or not told.begin else told.after(before)
+        self._saves[told.request] = save
+        search = self._searches.get(save.request)
+        states = self._states(save, search)
+        if not states and PoolName.KV not in self._pools:
+            return
+        depths = (depth // self.page_size for depth in states)
+        taken = Taken() if search is None else search.history(depths)
+        with self._held(save) as after:
+            taken = taken._replace(after=after)
+            self._adopt(save.tokens, save.extra, save.pages, states, taken, fence)
 
     @contextmanager
     def _held(self, save: BlockSave) -> Iterator[Node | None]:

@@ -199,8 +199,10 @@ class Turns:
             else:
                 if task.lost:
                     self._begin_anew(number)
-                elif task.generation is not None:
-                    self._end(number, self._result(task.generation))
+                elif (result := task.generation) is not None:
+                    # Live caches of all requests would stay in memory until the last request is over.
+                    empty = None if self._audit else self._parts.runner.new_cache()
+                    self._end(number, result if empty is None else replace(result, cache=empty))
         if computed:
             self._short_since = None
         return computed, short
@@ -281,13 +283,6 @@ class Turns:
         self._take(number).close()
         insort(self._waiting, number)
         self._lookup = None
-
-    def _result(self, result: Generation) -> Generation:
-        """Return the result of a task that is over; without `audit` it has no live cache.
-
-        Otherwise the caches of all requests would stay in memory until the last request is over.
-        """
-        return result if self._audit else replace(result, cache=self._parts.runner.new_cache())
 
     def _end(self, number: int, result: Generation | Exception) -> None:
         self._results[number] = result
