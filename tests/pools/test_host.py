@@ -34,10 +34,14 @@ def test_an_object_is_a_list_of_blocks(arena: HostArena) -> None:
     blocks = pool.blocks(handles)
     assert blocks.shape == (2, 5)
     assert (blocks[:, 0] == handles).all()
-    for block, buffer in zip(blocks[1].tolist(), pool.buffers_of(handles[1:])[0], strict=True):
-        buffer[:] = bytes([block]) * BLOCK
-        assert arena.view(block)[0] == block
-    assert (pool.available, arena.available) == (4, 20)
+    for block in arena.alloc(20).tolist():
+        arena.view(block)[:] = bytes([block]) * BLOCK
+    arena.free(np.arange(29, 9, -2))
+    _, scattered = views = pool.buffers_of([int(handles[1]), *pool.alloc(1).tolist()])
+    assert [len(view) for view in views] == [1, 5], "adjacent blocks share a view"
+    for block, view in enumerate(scattered):
+        assert view == bytes([21 + 2 * block]) * BLOCK
+    assert (pool.available, arena.available) == (1, 5)
     check_pool(pool)
 
 

@@ -24,6 +24,7 @@ from tiercache.keys import Shard
 from tiercache.pools import HostArena, HostPool
 from tiercache.storage.base import NamespaceRecord, SetItem
 from tiercache.storage.hybrid import HybridStorage, is_outage
+from tiercache.storage.vectors import copy_out
 from tiercache.testing.objects import NAMESPACE, page_key
 
 KV, MAMBA, SWA, INDEXER = PoolName.KV, PoolName.MAMBA, PoolName.SWA, PoolName.INDEXER
@@ -44,8 +45,7 @@ class FilledPool(HostPool):
 
     def fill(self, handle: int, seed: int) -> bytes:
         data = np.random.default_rng(seed).bytes(self.geometry.padded_nbytes)
-        for n, view in enumerate(self.buffers_of([handle])[0]):
-            view[:] = data[n * BLOCK : (n + 1) * BLOCK]
+        copy_out(memoryview(data), self.buffers_of([handle])[0])
         return data[: self.geometry.nbytes]
 
     def payload(self, handle: int) -> bytes:

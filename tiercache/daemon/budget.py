@@ -12,7 +12,6 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from itertools import islice
 from threading import RLock
 from typing import Final, NamedTuple
 
@@ -153,20 +152,16 @@ class BlockPool:
 
     def __init__(self, arena: HostArena) -> None:
         """Take all blocks of `arena`, each of BLOCK_BYTES bytes."""
-        self._view: Final = arena.view
+        self.views: Final = arena.views
         self._free: Final = arena.alloc(arena.available).tolist()[::-1]
 
     def take(self, count: int) -> list[int]:
-        """Return the numbers of so many blocks."""
-        return [self._free.pop() for _ in range(count)]
+        """Return the numbers of so many blocks, in order, so that neighbours stay neighbours."""
+        return sorted(self._free.pop() for _ in range(count))
 
     def give(self, blocks: list[int]) -> None:
         """Take blocks back."""
         self._free.extend(reversed(blocks))
-
-    def view(self, block: int) -> memoryview:
-        """Return the bytes of a block."""
-        return self._view(block)
 
 
 class Lease:
@@ -180,9 +175,8 @@ class Lease:
         self._pool = pool
         self._budget = budget
         self._blocks = pool.take(sum(counts))
-        left = map(pool.view, self._blocks)
-        self.views: Final[list[list[memoryview]]] = [list(islice(left, count)) for count in counts]
-        """Views of the blocks of each object, in order."""
+        self.views: Final = pool.views(self._blocks, counts)
+        """Views of the blocks of each object, in order; adjacent blocks share one."""
 
     def release(self) -> None:
         """Give the blocks back. Call this only once."""

@@ -15,6 +15,7 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Final, Literal
 
@@ -126,12 +127,22 @@ class HostArena(BlockArena):
             f" threads ({method})"
         )
 
-    def view(self, block: int) -> memoryview:
-        """Return a writable view of a block's bytes. The region stays mapped while a view lives."""
+    def view(self, block: int, count: int = 1) -> memoryview:
+        """Return a writable view of adjacent blocks. The region stays mapped while a view lives."""
         self._check_open()
-        if not 0 <= block < self.blocks:
+        if not 0 <= block <= block + count - 1 < self.blocks:
             raise SlotError(f"arena block {block} is out of range; there are {self.blocks}")
-        return self._view[block * self.block_bytes : (block + 1) * self.block_bytes]
+        return self._view[block * self.block_bytes : (block + count) * self.block_bytes]
+
+    def views(self, blocks: npt.ArrayLike, counts: npt.ArrayLike) -> list[list[memoryview]]:  # noqa: D102
+        array, counts = np.asarray(blocks, np.int64), np.asarray(counts)
+        owners = np.repeat(np.arange(len(counts)), counts)
+        begins = np.ones(len(array), np.bool_)
+        begins[1:] = (np.diff(array) != 1) | (np.diff(owners) != 0)
+        [at] = begins.nonzero()
+        runs = zip(array[at].tolist(), np.diff(at, append=len(array)).tolist(), strict=True)
+        of_each = np.bincount(owners[at], minlength=len(counts)).tolist()
+        return [[self.view(*run) for run in islice(runs, n)] for n in of_each]
 
     def alloc(self, n_blocks: int) -> Locations:  # noqa: D102
         self._check_open()
@@ -253,7 +264,8 @@ class HostPool:
             raise PoolFullError(
                 f"{n} {self.name} objects are wanted on the host and {self.available} fit; evict first"
             )
-        blocks = self.arena.alloc(n * self.blocks_per_object).reshape(n, self.blocks_per_object)
+        blocks = np.sort(self.arena.alloc(n * self.blocks_per_object))  # what is adjacent moves as one piece
+        blocks = blocks.reshape(n, self.blocks_per_object)
         handles = blocks[:, 0].copy()
         self._table[handles] = blocks
         self._live[handles] = True
@@ -276,12 +288,12 @@ class HostPool:
         return self._table[self._checked(handles)]
 
     def buffers_of(self, handles: npt.ArrayLike) -> list[list[memoryview]]:
-        """Return writable views of the blocks of each object, in order.
+        """Return writable views of the blocks of each object, in order; adjacent blocks share one.
 
         The payload is the first `geometry.nbytes` bytes of the blocks. Raises SlotError as `blocks` does.
         """
-        view = self.arena.view
-        return [[view(block) for block in blocks] for blocks in self.blocks(handles).tolist()]
+        blocks = self.blocks(handles)
+        return self.arena.views(blocks.reshape(-1), np.full(len(blocks), self.blocks_per_object))
 
     def _checked(self, handles: npt.ArrayLike) -> Locations:
         array = as_locations(handles, self.arena.blocks, f"{self.name} handle")

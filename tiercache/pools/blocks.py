@@ -42,7 +42,7 @@ class BlockArena(ABC):
     `BLOCK_ALIGN`.
 
     Thread safety: `alloc`, `free`, `available`, `withheld` and `close` belong to one owner thread. Any thread
-    may use `view`, `hold`, `quarantine`, the function that it returned, `is_quarantined`, `address`, `nbytes`
+    may use `views`, `hold`, `quarantine`, what that returned, `is_quarantined`, `address`, `nbytes`
     and `fd`. The lock is held only for a few numpy calls.
     """
 
@@ -163,8 +163,11 @@ class BlockArena(ABC):
             return bool(self._in_force) and any(self._counts[start:stop].any() for start, stop in spans)
 
     @abstractmethod
-    def view(self, block: int) -> memoryview:
-        """Return a writable view of a block's bytes."""
+    def views(self, blocks: npt.ArrayLike, counts: npt.ArrayLike) -> list[list[memoryview]]:
+        """Return writable views of the blocks of objects, one for each run of adjacent blocks.
+
+        `blocks` has the blocks of all objects, one object after the other; `counts` how many each has.
+        """
 
     @abstractmethod
     def hold(self) -> memoryview:

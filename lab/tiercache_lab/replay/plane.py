@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tiercache.controller import IoThreads
 from tiercache.core import BLOCK_ALIGN, CacheTransferUnits, PoolName
-from tiercache.errors import ConfigError, SlotError
+from tiercache.errors import ConfigError
 from tiercache.geometry import Geometry, Segment, state_geometry
 from tiercache.policy import ModelProfile
 from tiercache.pools import BlockArena, DevicePool
@@ -68,10 +69,8 @@ class NullArena(BlockArena):
         self.peak = max(self.peak, self.blocks - self.available)
         return taken
 
-    def view(self, block: int) -> memoryview:
-        if not 0 <= block < self.blocks:
-            raise SlotError(f"arena block {block} is out of range; there are {self.blocks}")
-        return self._one
+    def views(self, blocks: npt.ArrayLike, counts: npt.ArrayLike) -> list[list[memoryview]]:
+        return [[self._one] * count for count in np.asarray(counts).tolist()]
 
     def hold(self) -> memoryview:
         return self._one
