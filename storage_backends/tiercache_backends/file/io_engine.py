@@ -10,6 +10,7 @@ Blocks that are in the page cache are read and overwritten in the cache, at memo
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -259,10 +260,10 @@ def _nbytes(share: Sequence[Run]) -> int:
 
 T = TypeVar("T")
 
-MEMORY_THREADS: Final = 2
-"""Number of threads for bytes in memory: one copies while the other computes checksums.
+MEMORY_THREADS: Final = min(8, max(2, len(os.sched_getaffinity(0)) // 2))
+"""Number of threads for bytes in memory: some copy while others compute checksums.
 
-Further threads would take cores from the inference engine.
+The engine keeps half of the cores. Where all are busy, a thread that starts late finds the work done.
 """
 
 

@@ -19,7 +19,7 @@ from tiercache.storage.vectors import batches, take, zero_tail
 from tiercache.wire import messages
 from tiercache.wire.v1 import storage_pb2 as pb
 
-WINDOW_BYTES: Final = 8 << 20
+WINDOW_BYTES: Final = 16 << 20
 """Maximum bytes of blocks that one store call of Get or Set uses; a larger object is moved alone.
 
 Larger windows let the store profit from batches; smaller windows let more clients share the budget."""
