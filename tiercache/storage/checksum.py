@@ -63,8 +63,8 @@ class Checksum:
 def checksum(key: ObjectKey, buffers: Sequence[memoryview], length: int) -> bytes:
     """Return the 16-byte checksum of the first `length` bytes of `buffers` under `key`."""
     views = buffers if len(buffers) == 1 and buffers[0].nbytes == length else take(buffers, 0, length)
-    hasher = xxh3_128()
-    for view in views:
+    hasher = xxh3_128(views[0] if views else b"")
+    for view in views[1:]:
         hasher.update(view)
     hasher.update(key.digest)
     return hasher.digest()

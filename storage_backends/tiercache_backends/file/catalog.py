@@ -42,7 +42,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from tiercache.storage.base import NamespaceRecord, ScanEntry, SetItem
+from tiercache.storage.base import NamespaceRecord, ScanEntry
 from tiercache.storage.env import Env, close_quietly, read_all, write_all
 from tiercache_backends.file.opening import NEW, FoundLog, log_path
 from tiercache_backends.file.records import (
@@ -51,14 +51,12 @@ from tiercache_backends.file.records import (
     RECORD_BYTES,
     Extent,
     LogHead,
-    Places,
     RecordKind,
     Records,
     entry,
     guards,
     keys_of,
     notes_for,
-    pack,
     pack_extents,
     pack_gone,
     pack_value,
@@ -163,19 +161,6 @@ class Catalog:
                 self.close()
                 raise
             _log.warning("the catalog in %s cannot be rewritten now", directory.database, exc_info=True)
-
-    def pack(
-        self,
-        items: Sequence[SetItem],
-        places: Places,
-        checksums: Sequence[bytes],
-        macs: Sequence[bytes],
-        stored_at: int,
-    ) -> Records:
-        """Return the records of a batch, not yet numbered; `stored_at`: nanoseconds since 1970."""
-        known_at = min(max(0, stored_at), 2**63 - 1)  # a wrong clock may show a time before 1970
-        namespaces = [self.id_of(item.meta.namespace) for item in items]
-        return pack(items, places, checksums, macs, namespaces, known_at)
 
     def apply(
         self,

@@ -71,20 +71,21 @@ class ExtentAllocator:
         """
         left = sum(sizes)
         places: list[tuple[Extent, ...]] = []
-        # `run` is the part of the newest extent that no object has yet. It is given back if it stays unused.
-        #   extent   |-- object 1 --|-- object 2 --|---- run ----|
-        run = Extent(0, 0)
+        # [start, stop) is the part of the newest extent that no object has yet. The rest is given back.
+        #   extent   |-- object 1 --|-- object 2 --|start ... stop|
+        start = stop = 0
         for blocks in sizes:
-            if blocks > run.blocks:
-                self._end(run)
-                run = self._begin(blocks, left) if blocks <= self.free else Extent(0, 0)
-            if run.blocks:
-                places.append((Extent(run.start, blocks),))
-                run = Extent(run.start + blocks, run.blocks - blocks)
+            if blocks > stop - start:
+                self._end(start, stop)
+                start, count = self._begin(blocks, left) if blocks <= self.free else (0, 0)
+                stop = start + count
+            if stop > start:
+                places.append((Extent(start, blocks),))
+                start += blocks
             else:
                 places.append(self.allocate(blocks) or ())
             left -= blocks
-        self._end(run)
+        self._end(start, stop)
         return places
 
     def give(self, extents: Iterable[Extent]) -> None:
@@ -123,9 +124,9 @@ class ExtentAllocator:
         self.free -= taken
         return Extent(found.start, taken)
 
-    def _end(self, run: Extent) -> None:
-        if run.blocks:
-            self.give([run])
+    def _end(self, start: int, stop: int) -> None:
+        if stop > start:
+            self.give([Extent(start, stop - start)])
 
     def _pick(self, blocks: int) -> Extent:
         """Return a free extent of at least `blocks` blocks, from the smallest bin that has only such extents.

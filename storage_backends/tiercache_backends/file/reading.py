@@ -62,8 +62,9 @@ class ObjectReader:
             and batch.macs == pins.macs
             and not (batch.errors or batch.short)
         ):
+            hit = Outcome.HIT
             for index in pins.items:
-                outcomes[index] = Outcome.HIT
+                outcomes[index] = hit
             return outcomes
         corrupt: list[int] = []
         unreadable: list[int] = []

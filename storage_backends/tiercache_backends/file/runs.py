@@ -154,7 +154,7 @@ class IoBatch:
         owners, streams, checksums, has_macs = self.owners, self._streams, self.checksums, self._has_macs
         for piece in pieces:
             i = owners[piece]
-            if self.failed(i):
+            if (self.errors or self.short) and self.failed(i):
                 continue
             stream = streams.get(i)
             if stream is None:

@@ -163,9 +163,9 @@ class StoreState:
         later: set[bytes] = set()
         ordered = [batch[i] for i in parents_first([(one.page, one.parent_page) for one in batch])]
         with self._mutex:
-            rows = self._objects.find_many([one.digest for one in ordered])
             left, too_large = most_blocks, sum([one.blocks for one in batch]) > most_blocks
-            if too_large or not self._claim_new(ordered, rows, limit, claims):
+            if too_large or not self._claim_new(ordered, limit, claims):
+                rows = self._objects.find_many([one.digest for one in ordered])
                 for one, row in zip(ordered, rows, strict=True):
                     if row >= 0:
                         self._objects.renew(row)
@@ -535,13 +535,13 @@ class StoreState:
                 if claim.parent is not None:
                     yield claim.parent
 
-    def _claim_new(self, batch: list[Claim], rows: Sequence[int], limit: int, claims: Claims) -> bool:
+    def _claim_new(self, batch: list[Claim], limit: int, claims: Claims) -> bool:
         """Claim a batch of which all is new, in columns; return False, with nothing changed, if it is not.
 
         This does the same as the loop in `claim`, several times as fast.
         """
         pages, busy = self._objects.pages, self._busy
-        if not _FEW <= len(batch) <= limit or max(rows) >= 0:
+        if not _FEW <= len(batch) <= limit or self._objects.find(batch[0].digest) >= 0:
             return False
         digests = [one.digest for one in batch]
         namespace_id = batch[0].namespace_id

@@ -213,16 +213,16 @@ class FileBackend(StorageBackend):
                 failed = self._remover.failed("set", error)
                 return [failed if storable(item) else Outcome.ERROR for item in items]
             sound = [i for i, item in enumerate(items) if storable(item)]
-            names = dict.fromkeys(items[i].meta.namespace for i in sound)
-            full = {name for name in names if not self._catalog.id_of(name)}
-            todo = [i for i in sound if items[i].meta.namespace not in full]
-            for i in set(sound).difference(todo) if full else ():
+            names = dict.fromkeys([items[i].meta.namespace for i in sound])
+            ids = {name: self._catalog.id_of(name) for name in names}
+            todo = [i for i in sound if ids[items[i].meta.namespace]]
+            for i in set(sound).difference(todo):  # there is no room for another namespace
                 outcomes[i] = Outcome.THROTTLED
             held: list[int] = []
             missing: set[bytes] = set()
             try:
                 while todo:
-                    wanted = [self._wanted(i, items[i]) for i in todo]
+                    wanted = [_wanted(i, items[i], ids) for i in todo]
                     claims = self._state.claim(wanted, BATCH, missing, self._round_blocks)
                     missing = claims.missing
                     held += claims.held.values()
@@ -355,22 +355,6 @@ class FileBackend(StorageBackend):
             self._remover.failed(call, error)
             raise StorageError(f"the store in {self._directory.path} cannot be {done}: {error}") from error
 
-    def _wanted(self, index: int, item: SetItem) -> Claim:
-        meta, digest = item.meta, item.key.digest
-        namespace_id = self._catalog.id_of(meta.namespace)
-        return Claim(
-            index,
-            digest,
-            digest[-PAGE_KEY_BYTES:],
-            meta.parent,
-            blocks_for(meta.length),
-            meta.depth or 0,
-            namespace_id,
-            meta.value,
-            meta.worker,
-            FOOTPRINT.of(meta.length),
-        )
-
     def _open(self, undo: ExitStack, capacity: int | None, durability: str, io: str) -> None:
         directory = self._directory
         fresh = {
@@ -458,6 +442,23 @@ class FileBackend(StorageBackend):
         if not self._read_only:
             self._slabs.trim()
         directory.admit_others()
+
+
+def _wanted(index: int, item: SetItem, ids: Mapping[bytes, int]) -> Claim:
+    """Return what a set wants to store for an item; `ids` has the number of its namespace."""
+    (_, digest), meta = item.key, item.meta
+    return Claim(
+        index,
+        digest,
+        digest[-PAGE_KEY_BYTES:],
+        meta.parent,
+        blocks_for(meta.length),
+        meta.depth or 0,
+        ids[meta.namespace],
+        meta.value,
+        meta.worker,
+        FOOTPRINT.of(meta.length),
+    )
 
 
 def _is_possible(settled: Mapping[str, Any]) -> bool:

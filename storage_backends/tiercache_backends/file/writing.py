@@ -23,7 +23,7 @@ from tiercache.storage.env import Env
 from tiercache_backends.file.catalog import Catalog
 from tiercache_backends.file.claims import Claim, Claims, Pins, Removal, Shortage
 from tiercache_backends.file.io_engine import IoEngine
-from tiercache_backends.file.records import MAX_EXTENTS, NO_RECORDS, Places, Records
+from tiercache_backends.file.records import MAX_EXTENTS, NO_RECORDS, Places, Records, pack
 from tiercache_backends.file.runs import IoBatch
 from tiercache_backends.file.slabs import Slabs
 from tiercache_backends.file.state import StoreState
@@ -134,8 +134,9 @@ class ObjectWriter:
             )
             # An object stays THROTTLED if this object or its parent got no blocks. `_write` sets the outcomes
             # of the other objects.
+            throttled = Outcome.THROTTLED
             for claim in claims.fresh:
-                outcomes[claim.index] = Outcome.THROTTLED
+                outcomes[claim.index] = throttled
             stored = self._write(items, placed, outcomes)
         finally:
             self._state.publish(claims, *stored)
@@ -287,7 +288,8 @@ class ObjectWriter:
             given=[item.meta.checksum for item in claimed],
         )
         self._io.write(batch)
-        records = self._catalog.pack(claimed, places, batch.checksums, batch.macs, self._env.time_ns())
+        namespaces = [claim.namespace_id for claim in claims]
+        records = pack(claimed, places, batch.checksums, batch.macs, namespaces, self._env.time_ns())
         if not batch.errors:
             return claims, records
         for position, error in batch.errors.items():
@@ -315,8 +317,9 @@ class ObjectWriter:
             raise
         self._state.count("evicted", len(removal.objects))
         self._state.finish_removal(removal)
+        stored = Outcome.STORED
         for claim in written:
-            outcomes[claim.index] = Outcome.STORED
+            outcomes[claim.index] = stored
 
 
 def _with_stored_parents(claims: Sequence[Claim], failed: AbstractSet[int]) -> list[Claim]:

@@ -38,8 +38,8 @@ class Watched(StoreState):
         self.at_once = 0
         self.grow(Extent(0, 1 << 20))
 
-    def _claim_new(self, batch: list[Claim], rows: Sequence[int], limit: int, claims: Claims) -> bool:
-        done = super()._claim_new(batch, rows, limit, claims)
+    def _claim_new(self, batch: list[Claim], limit: int, claims: Claims) -> bool:
+        done = super()._claim_new(batch, limit, claims)
         self.at_once += done
         return done
 

@@ -25,6 +25,7 @@ from tiercache_backends.file.records import (
     RecordKind,
     guards,
     keys_of,
+    pack,
     pack_value,
 )
 from tiercache_backends.local.directory import StoreDirectory
@@ -79,7 +80,8 @@ class Small:
             ]
             further = {n: each[1:] for n, each in enumerate(extents) if len(each) > 1}
             checksums = [bytes([batch, n]) * 8 for n in range(3)]
-            records = catalog.pack(items, Places.of(extents), checksums, [bytes(16)] * 3, 7)
+            ids = [catalog.id_of(item.meta.namespace) for item in items]
+            records = pack(items, Places.of(extents), checksums, [bytes(16)] * 3, ids, 7)
             catalog.apply(records, further, removals=[3 * batch - 1, 3 * batch - 2][: 2 * (batch > 0)])
         catalog.close()
         os.truncate(self.log, len(self.found().numbers) * RECORD_BYTES)  # without what is reserved
