@@ -137,9 +137,7 @@ class HostArena(BlockArena):
     def views(self, blocks: npt.ArrayLike, counts: npt.ArrayLike) -> list[list[memoryview]]:  # noqa: D102
         array, counts = np.asarray(blocks, np.int64), np.asarray(counts)
         owners = np.repeat(np.arange(len(counts)), counts)
-        begins = np.ones(len(array), np.bool_)
-        begins[1:] = (np.diff(array) != 1) | (np.diff(owners) != 0)
-        [at] = begins.nonzero()
+        [at] = ((np.diff(array, prepend=-2) != 1) | (np.diff(owners, prepend=-1) != 0)).nonzero()
         runs = zip(array[at].tolist(), np.diff(at, append=len(array)).tolist(), strict=True)
         of_each = np.bincount(owners[at], minlength=len(counts)).tolist()
         return [[self.view(*run) for run in islice(runs, n)] for n in of_each]

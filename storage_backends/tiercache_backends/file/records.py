@@ -175,10 +175,7 @@ def pack(
     namespaces: Sequence[int],
     stored_at: int,
 ) -> Records:
-    """Return the records of a batch, not yet numbered; `stored_at` is in nanoseconds since 1970.
-
-    A clock that is wrong may show a time before that.
-    """
+    """Return the records of a batch, not yet numbered; `stored_at` is in nanoseconds since 1970."""
     records = np.zeros(len(items), RECORD)
     records["kind"] = RecordKind.STORED
     metas = [item.meta for item in items]
@@ -187,7 +184,7 @@ def pack(
     records["checksum"] = _column(checksums, 16)
     records["mac"] = _column(macs, 16)
     records["length"] = [m.length for m in metas]
-    records["stored_at"] = min(max(0, stored_at), 2**63 - 1)
+    records["stored_at"] = min(max(0, stored_at), 2**63 - 1)  # a wrong clock may be before 1970
     records["start"], records["blocks"] = places.starts, places.blocks
     for i, extents in places.further.items():
         records["more"][i] = len(extents)
