@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tiercache.core import ABSENT, Locations, Mask, Tier
+from tiercache.core import ABSENT, Locations, Tier, leading
 from tiercache.policy import CheckpointKind, Ending
 
 Digests: TypeAlias = npt.NDArray[np.uint64]
@@ -229,14 +229,17 @@ class Node:
 
     def recount(self) -> None:
         """Recompute all counts from the locations: objects present, objects in flight, and complete pages."""
-        held = self.where >= 0
-        self.resident = held.sum(axis=2).tolist()
-        self.complete_pages = _leading(held, self.resident)
-        self.local_pages = _leading(held[: Tier.STORAGE], self.resident[: Tier.STORAGE])
-        self.pages_in_flight = int(np.count_nonzero(self.where < ABSENT))
+        self.resident = (self.where >= 0).sum(axis=2).tolist()
         for counts in self.resident:
             counts += [0] * self.state_pools
+        self.pages_in_flight = int(np.count_nonzero(self.where < ABSENT))
+        self._count_leading()
         self.recount_states()
+
+    def _count_leading(self) -> None:
+        local = _leading(self.where[: Tier.STORAGE], self.resident[: Tier.STORAGE])
+        self.local_pages = local
+        self.complete_pages = local if local == self.pages else _leading(self.where, self.resident)
 
     def recount_states(self) -> None:
         """Recompute the counts that depend on states. This is enough if no location of a page changed."""
@@ -292,12 +295,14 @@ class Node:
         self.complete_pages = self.local_pages = 0 if self.where.shape[1] else self.pages
         self.state_local = False
 
-    def fill(self, tier: Tier) -> None:
-        """Count all pages as present in a tier of device and host, in which none was; see `recount`."""
-        pools = self.where.shape[1]
-        self.resident[tier][:pools] = [self.pages] * pools
-        self.complete_pages = self.local_pages = self.pages
-        self.resident_mask |= 1 << tier
+    def shift(self, tier: Tier, pool: int, present: int, in_flight: int) -> None:
+        """Count so many more pages of a pool in a tier as present and in flight; see `recount`."""
+        counts = self.resident[tier]
+        counts[pool] += present
+        self.expect(pages=in_flight)
+        self._count_leading()
+        bit = 1 << tier
+        self.resident_mask = self.resident_mask | bit if any(counts) else self.resident_mask & ~bit
 
     @property
     def digest(self) -> int:
@@ -377,8 +382,8 @@ class Node:
 
     def has_pages(self, tier: Tier) -> bool:
         """Return whether every page pool has all pages of the edge in `tier`."""
-        pages = self.pages
-        return all(count == pages for count in self.resident[tier][: self.where.shape[1]])
+        pools = self.where.shape[1]
+        return self.resident[tier][:pools] == [self.pages] * pools
 
     def has_state(self, tier: Tier) -> bool:
         """Return whether every state pool has the state at the end in `tier`."""
@@ -418,21 +423,14 @@ class Node:
         self.resident_mask = 0
 
 
-def _leading(held: Mask, counts: list[list[int]]) -> int:
-    """Return the number of leading pages that every pool has in some tier.
+def _leading(where: Locations, counts: list[list[int]]) -> int:
+    """Return the number of leading pages that every page pool has in some tier.
 
     Usually every pool has all pages in some tier, or one pool has no page. Then the counts give the answer.
 
-    `held` has the shape [tier, pool, page], and `counts[tier][pool]` are its sums over the pages.
+    `where` has the shape [tier, pool, page]; `counts[tier][pool]` says how many of the pages are present.
     """
-    pages = int(held.shape[2])
-    if not held.shape[1]:
-        return pages
-    most = [max(by_tier) for by_tier in zip(*counts, strict=True)]
-    if min(most) == pages:
-        return pages
-    if min(most) == 0:
-        return 0
-    # Some pools have some pages: `run[i]` says whether every pool has page i in some tier.
-    run = held.any(axis=0).all(axis=0)
-    return int(run.argmin()) if not run.all() else pages
+    _, pools, pages = where.shape
+    least = min([*map(max, *counts)][:pools], default=pages)
+    # Where some pools have some pages: whether every pool has page i in some tier.
+    return int(least) if least in (0, pages) else leading((where >= 0).any(axis=0).all(axis=0))

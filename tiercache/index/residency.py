@@ -92,7 +92,7 @@ def adopt_pages(
         # The usual case, and fast: the pages are those of a new node.
         for row, pool in enumerate(tree.page_pools):
             node.where[Tier.DEVICE, row] = pages[pool][start:]
-        tree.counters.recount(node, Tier.DEVICE)
+            tree.counters.shift(node, Tier.DEVICE, row, node.pages)
         every, none = np.ones(node.pages, np.bool_), np.zeros(node.pages, np.bool_)
         return {p: InsertedPages(slots[start:], every, none, none) for p, slots in pages.items()}, [node]
     held = tree.gather(node, depth, start)[Tier.DEVICE]
@@ -107,7 +107,8 @@ def adopt_pages(
     for at, edge, part in tree.edge_slices(Span(node, start + first, depth)):
         if missing[part].any():
             np.copyto(at.where[Tier.DEVICE, :, edge], given[:, part], where=absent_here[:, part])
-            tree.counters.recount(at)
+            for row, came in enumerate(absent_here[:, part].sum(axis=1).tolist()):
+                tree.counters.shift(at, Tier.DEVICE, row, came)
             changed.append(at)
     answers = {
         pool: InsertedPages(table[row], absent[row], duplicate[row], private[row])
@@ -179,12 +180,12 @@ class Residency:
         """
         places = pending(_offered(span, locations))
         absent = np.full(len(span), ABSENT)
-        return self._write(span, pool, _local(tier), absent, places, locations >= 0, reserve=True)
+        return self._write(span, pool, _local(tier), absent, places, locations >= 0, 0, 1)
 
     def publish(self, span: Span, pool: PoolName, tier: Tier, locations: Locations) -> Mask:
         """Make present those entries that are pending at exactly these locations; return which changed."""
         places = pending(_offered(span, locations))
-        return self._move(span, pool, _local(tier), places, locations, locations >= 0)
+        return self._move(span, pool, _local(tier), places, locations, locations >= 0, 1)
 
     def cancel(self, span: Span, pool: PoolName, tier: Tier, locations: Locations) -> Mask:
         """Make absent those entries that are pending at exactly these locations; return which changed.
@@ -192,18 +193,18 @@ class Residency:
         The caller has the locations of these entries back.
         """
         places = pending(_offered(span, locations))
-        return self._move(span, pool, _local(tier), places, np.full(len(span), ABSENT), locations >= 0)
+        return self._move(span, pool, _local(tier), places, np.full(len(span), ABSENT), locations >= 0, 0)
 
     def mark_stored(self, span: Span, pool: PoolName, mask: Mask) -> None:
         """Record that the objects under `mask` are in the store."""
         absent, stored = np.full(len(span), ABSENT), np.full(len(span), STORED)
-        self._write(span, pool, Tier.STORAGE, absent, stored, mask)
+        self._write(span, pool, Tier.STORAGE, absent, stored, mask, 1, 0)
         self.forget_excess()
 
     def forget_stored(self, span: Span, pool: PoolName, mask: Mask) -> int:
         """Record that the objects under `mask` are not in the store; return how many were thought to be."""
         absent, stored = np.full(len(span), ABSENT), np.full(len(span), STORED)
-        changed = self._write(span, pool, Tier.STORAGE, stored, absent, mask)
+        changed = self._write(span, pool, Tier.STORAGE, stored, absent, mask, -1, 0)
         self._tree.tidy(span.node)
         return int(np.count_nonzero(changed))
 
@@ -220,10 +221,10 @@ class Residency:
             self._tree.tidy(victim.node)
 
     def _move(
-        self, span: Span, pool: PoolName, tier: Tier, old: Locations, new: Locations, mask: Mask
+        self, span: Span, pool: PoolName, tier: Tier, old: Locations, new: Locations, mask: Mask, present: int
     ) -> Mask:
-        """Change entries under `mask` from `old` to `new`, and remove nodes that become empty."""
-        changed = self._write(span, pool, tier, old, new, mask)
+        """Change pending entries under `mask` from `old` to `new`, and remove nodes that become empty."""
+        changed = self._write(span, pool, tier, old, new, mask, present, -1)
         self._tree.tidy(span.node)
         self.forget_excess()
         return changed
@@ -236,13 +237,12 @@ class Residency:
         old: Locations,
         new: Locations,
         mask: Mask,
-        *,
-        reserve: bool = False,
+        present: int,
+        in_flight: int,
     ) -> Mask:
         """Change those entries under `mask` that equal `old` to `new`; return which changed.
 
-        With `reserve`, the entries change from absent to pending. Then the number of present objects stays
-        the same, and only the count of objects in flight is updated.
+        With each, there are `present` more objects that are present, and `in_flight` more that are pending.
         """
         if mask.shape != (len(span),):
             raise InputError(
@@ -250,7 +250,7 @@ class Residency:
             )
         state = self._state_number(pool)
         if state is not None:
-            return self._write_state(self._state_node(span), state, tier, old, new, mask, reserve)
+            return self._write_state(self._state_node(span), state, tier, old, new, mask, in_flight)
         # Compare and exchange, entry by entry; 7' stands for "pending at location 7":
         #   entry   absent   7'   7   9'
         #   old     7'       7'   7'  7'       publish at location 7: `new` is 7
@@ -260,22 +260,23 @@ class Residency:
         for node, edge, part in self._tree.edge_slices(span):
             now = node.where[tier, row, edge]
             changed[part] = here = (now == old[part]) & mask[part]
-            if here.any():
+            if count := int(np.count_nonzero(here)):
                 now[here] = new[part][here]
-                if reserve:
+                if in_flight > 0:  # nothing that is present changes
                     self._tree.counters.reservations += 1
-                    node.expect(pages=int(np.count_nonzero(here)))
+                    node.expect(pages=count)
                 else:
-                    self._tree.counters.pages_changed(node)
+                    self._tree.counters.shift(node, tier, row, present * count, in_flight * count)
+                    self._tree.counters.announce(node)
         return changed
 
     def _write_state(
-        self, node: Node, state: int, tier: Tier, old: Locations, new: Locations, mask: Mask, reserve: bool
+        self, node: Node, state: int, tier: Tier, old: Locations, new: Locations, mask: Mask, in_flight: int
     ) -> Mask:
         changed: Mask = (old == node.state(tier, state)) & mask
         if changed[0]:
             node.set_state(tier, state, int(new[0]))
-            if reserve:
+            if in_flight > 0:
                 self._tree.counters.reservations += 1
                 node.expect(states=1)
             else:
@@ -309,7 +310,7 @@ def _local(tier: Tier) -> Tier:
 
 
 def _offered(span: Span, locations: Locations) -> Locations:
-    if locations.shape != (len(span),) or locations.dtype != np.int64 or bool((locations < ABSENT).any()):
+    if locations.shape != (len(span),) or locations.dtype != np.int64 or np.count_nonzero(locations < ABSENT):
         raise InputError(
             f"a span of {len(span)} pages needs as many int64 slots or handles (or ABSENT), not {locations!r}"
         )
