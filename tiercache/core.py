@@ -55,7 +55,8 @@ def pending(location: Locations) -> Locations:
 
 def leading(flags: Mask) -> int:
     """Return the number of set flags before the first flag that is not set."""
-    return len(flags) if flags.all() else int(flags.argmin())
+    first = int(flags.argmin()) if len(flags) else 0
+    return first if len(flags) and not flags[first] else len(flags)
 
 
 class PoolName(enum.StrEnum):
@@ -84,7 +85,7 @@ class Tier(enum.IntEnum):
     STORAGE = 2
 
     def __str__(self) -> str:
-        return self.name.lower()
+        return self._name_.lower()
 
 
 class HitPolicy(enum.StrEnum):

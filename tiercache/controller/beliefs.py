@@ -6,6 +6,7 @@ Such a note is only a *belief*, because a store evicts objects without telling t
 from __future__ import annotations
 
 from functools import partial
+from itertools import compress
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -36,18 +37,16 @@ class _Part(NamedTuple):
 
 
 def _noted_objects(context: ControllerContext, node: Node) -> list[_Part]:
-    index = context.index
-    span = Span(node, node.end - node.pages, node.end)
-    parts: list[_Part] = []
-    keys: list[bytes] = []
+    index, parts = context.index, list[_Part]()
+    if not node.holds(Tier.STORAGE):
+        return parts
+    span, keys = Span(node, node.start, node.end), index.page_keys(node, node.end, node.start)
     for row, pool in enumerate(index.page_pools):
         mask = node.where[Tier.STORAGE, row] >= 0
-        if mask.any():
-            keys = keys or index.page_keys(node, span.end, span.start)
-            parts.append(_Part(span, pool, mask, [keys[i] for i in np.flatnonzero(mask)]))
+        if noted := [*compress(keys, mask.tolist())]:
+            parts.append(_Part(span, pool, mask, noted))
     for number, pool in enumerate(index.state_pools):
         if node.state(Tier.STORAGE, number) != ABSENT:
-            keys = keys or index.page_keys(node, span.end, span.start)
             last = Span(node, node.end - 1, node.end)
             parts.append(_Part(last, pool, np.ones(1, np.bool_), keys[-1:]))
     return parts

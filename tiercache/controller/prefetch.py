@@ -160,12 +160,13 @@ class Prefetch:
 
         This is the deepest one, unless computing its last tokens is faster. Returns 0 if there is none.
         """
-        depths = self.restorable(match, beyond=match.near_depth)
-        return best_depth(self._context, match, depths, self._limit, Fetch.part_bytes(self._context))
+        depths, context = self.restorable(match, beyond=match.near_depth), self._context
+        return best_depth(context, match, depths, self._limit, Fetch.part_bytes(context)) if depths else 0
 
     def is_gain_too_small(self, match: Match) -> bool:
         """Return whether storage could restore more tokens, but those are not worth a fetch."""
-        return max(self.restorable(match, beyond=match.near_depth), default=0) > self.worthwhile_depth(match)
+        depths = self.restorable(match, beyond=match.near_depth)
+        return bool(depths) and max(depths) > self.worthwhile_depth(match)
 
     @property
     def is_cut_off(self) -> bool:

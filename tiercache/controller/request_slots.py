@@ -84,37 +84,37 @@ class RequestSlots:
         #   need       |  -    -    -    x  |              |   the load that begins next fills these slots
         #   own        |  -    -    -    -  |  x    x   x  |   this request computes into these slots
         # More slots to take = pages to load + pages behind the depth - slots that this request has.
-        more = {
-            p: int((at.device == ABSENT).sum()) + self.pages - len(at.device) - len(self._mine(p))
-            for p, at in located.pages.items()
-        }
+        need = {p: at.device == ABSENT for p, at in located.pages.items()}
+        mine = {p: self._mine(p) for p in need}
+        count = {p: int(np.count_nonzero(mask)) + self.pages - len(mask) for p, mask in need.items()}
+        more = {p: n - len(mine[p]) for p, n in count.items()}
         if not self._has_table:
             # A state that was loaded before the table may belong to another depth.
             more |= {
                 p: self._states + (one.device == ABSENT and one.host >= 0) - len(self._spare[p])
                 for p, one in located.states.items()
             }
-        taken = self._context.allocator.take_device({p: max(0, n) for p, n in more.items()})
-        need: dict[PoolName, Mask] = {}
-        for pool, spare in self._spare.items():
-            spare += taken.get(pool, _NONE).tolist()
+        taken = self._context.allocator.take_device({p: n for p, n in more.items() if n > 0})
+        for pool, slots in taken.items():
+            if pool in mine:
+                mine[pool] = np.concatenate([mine[pool], slots])
+            else:
+                self._spare[pool] += slots.tolist()
         for pool, at in located.pages.items():
-            mine = np.concatenate([self._mine(pool), taken[pool]])
-            depth = len(at.device)
-            need[pool] = at.device == ABSENT
-            table, mask = np.empty(self.pages, np.int64), np.ones(self.pages, np.bool_)
-            table[:depth] = np.where(at.device < ABSENT, pending(at.device), at.device)
-            mask[:depth] = need[pool]
-            count = int(np.count_nonzero(mask))
-            table[mask] = mine[:count]
+            used, depth = mine[pool][: count[pool]], len(at.device)
+            self.own[pool] = own = np.zeros(self.pages, np.bool_)
+            own[depth:] = True
+            self.table[pool] = table = np.empty(self.pages, np.int64)
+            # A pending slot is below ABSENT, and its decoded number above.
+            np.maximum(at.device, pending(at.device), out=table[:depth])
+            table[:depth][need[pool]] = used[: len(used) + depth - self.pages]
+            table[depth:] = used[len(used) + depth - self.pages :]
             # A second table is built after a layer has failed. Work that uses the failed layer may still run
             # on the device, so slots that are no longer needed are freed only at the end of the request.
-            self._unused[pool] = mine[count:] if self._has_table else mine[:0]
+            left = mine[pool][len(used) :]
+            self._unused[pool] = left if self._has_table else left[:0]
             if not self._has_table:
-                self._context.allocator.free_device(pool, mine[count:])
-            self.table[pool] = table
-            mask[:depth] = False
-            self.own[pool] = mask
+                self._context.allocator.free_device(pool, left)
         self._has_table = True
         return need
 
@@ -136,7 +136,8 @@ class RequestSlots:
             self._context.allocator.free_device(pool, slots)
 
     def _mine(self, pool: PoolName) -> Locations:
-        return np.concatenate([self._unused[pool], self.table[pool][self.own[pool]]])
+        own = self.table[pool][self.own[pool]]
+        return np.concatenate([self._unused[pool], own]) if len(own) else self._unused[pool]
 
     def extend(self, pages: int, states: int) -> None:
         """Extend the table to `pages` pages, and reserve `states` more state slots.

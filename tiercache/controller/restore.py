@@ -59,13 +59,13 @@ class DeviceRestore:
     def ahead(self) -> dict[PoolName, Mask]:
         """Mask of the pages, by pool, that `load_ahead` loads or has loaded, without those that failed.
 
-        A state counts as its last page.
+        A state counts as its last page. A pool of which nothing was loaded ahead has no mask.
         """
-        masks = {p: np.zeros(self._limit, np.bool_) for p in self._context.pools}
+        masks: dict[PoolName, Mask] = {}
         for load, loaded in self._loads_ahead:
             if not load.ticket.error:
                 for pool, mask in loaded.items():
-                    masks[pool][: len(mask)] |= mask
+                    masks.setdefault(pool, np.zeros(self._limit, np.bool_))[: len(mask)] |= mask
         return masks
 
     @property
@@ -202,7 +202,9 @@ class Sources:
         has brought to the device by now. A state is marked at its last page.
         """
         for pool, at in located.pages.items():
-            there = (at.device != ABSENT) & ~ahead[pool][:depth]
+            there = at.device != ABSENT
+            if pool in ahead:
+                there &= ~ahead[pool][:depth]
             device = int(np.count_nonzero(there))
             storage = int(np.count_nonzero(fetched[pool][:depth] & ~there))
             self.add(Tier.DEVICE, pool, device)
@@ -210,7 +212,7 @@ class Sources:
             self.add(Tier.HOST, pool, depth - device - storage)
         for pool, one in located.states.items() if depth else ():
             below = Tier.STORAGE if fetched[pool][depth - 1] else Tier.HOST
-            there_before = one.device != ABSENT and not ahead[pool][depth - 1]
+            there_before = one.device != ABSENT and not (pool in ahead and ahead[pool][depth - 1])
             self.add(Tier.DEVICE if there_before else below, pool, 1)
 
     def slowest(self) -> Tier | None:
@@ -250,21 +252,22 @@ def count_restore(
     for tier in Tier:
         if (tier is Tier.STORAGE and tier not in reasons) or (tier is Tier.HOST and not below_device):
             continue
+        name, why = str(tier), reasons.get(tier, Reason.NONE)
         for pool in context.pools:
             count = sources.objects.get((tier, pool), 0)
             if count:
                 result, reason = HIT, Reason.NONE
                 nbytes = count * context.host[pool].geometry.nbytes
                 moved[tier] += nbytes
-                metrics.increment("restored_objects_total", str(tier), pool, by=count)
-                metrics.increment("restored_bytes_total", str(tier), pool, by=nbytes)
-                metrics.set("tier_last_read_seconds", str(tier), to=time.time())
-            elif reasons.get(tier, Reason.NONE) is not Reason.NONE:
-                result, reason = MISS, reasons[tier]
+                metrics.increment("restored_objects_total", name, pool, by=count)
+                metrics.increment("restored_bytes_total", name, pool, by=nbytes)
+                metrics.set("tier_last_read_seconds", name, to=time.time())
+            elif why is not Reason.NONE:
+                result, reason = MISS, why
             else:
                 is_held = pool in held.get(tier, frozenset())
                 result, reason = MISS, Reason.PARTIAL_POOLS if is_held else Reason.ABSENT
-            metrics.increment("lookups_total", str(tier), pool, result, reason)
+            metrics.increment("lookups_total", name, pool, result, reason)
     metrics.increment("tokens_total", "restored", by=restored)
     metrics.increment("tokens_total", "computed", by=tokens - restored)
     # Of two restores of the same tokens, the first needs no transfer.

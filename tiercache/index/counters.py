@@ -9,6 +9,7 @@ and then `announce` for each node.
 from __future__ import annotations
 
 from collections.abc import Callable
+
 from tiercache.core import Tier
 from tiercache.index.node import BITS, IN_STORAGE, LOCAL, TIERS, Node
 

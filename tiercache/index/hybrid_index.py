@@ -145,13 +145,14 @@ class HybridIndex:
         #   complete_pages      4          2          2
         #   complete            4          6          6       c adds nothing: page 6 is missing
         for node in path:
-            start, end = node.end - node.pages, node.end
-            held |= node.resident_mask
+            end, mask = node.end, node.resident_mask
+            start = end - node.pages
+            held |= mask
             if local == start:
                 local += node.local_pages
             if complete == start:
                 complete += node.complete_pages
-            if node.resident_mask and complete == end <= limit and node.is_complete:
+            if mask >> ALIVE and complete == end <= limit:
                 restorable.append(state_depth := end)
                 if node.state_local and local == end:
                     near_state_depth = end

@@ -432,5 +432,7 @@ def _leading(where: Locations, counts: list[list[int]]) -> int:
     """
     _, pools, pages = where.shape
     least = min([*map(max, *counts)][:pools], default=pages)
-    # Where some pools have some pages: whether every pool has page i in some tier.
-    return int(least) if least in (0, pages) else leading((where >= 0).any(axis=0).all(axis=0))
+    if least in (0, pages):
+        return int(least)
+    # Some pools have some pages: for each page, whether every pool has it in some tier.
+    return leading(np.logical_and.reduce((where >= 0).any(axis=0)))

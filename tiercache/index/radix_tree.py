@@ -198,13 +198,13 @@ class RadixTree:
                 f"pages [{span.start}, {span.end}) are not on the path to a node that ends at depth"
                 f" {node.end}"
             )
+        start, end = span.start, span.end
         for at in node.path():
-            low, high = max(span.start, at.start), min(span.end, at.end)
+            first = at.end - at.pages
+            low, high = max(start, first), min(end, at.end)
             if low < high:
-                yield EdgeSlice(
-                    at, slice(low - at.start, high - at.start), slice(low - span.start, high - span.start)
-                )
-            if at.start <= span.start:
+                yield EdgeSlice(at, slice(low - first, high - first), slice(low - start, high - start))
+            if first <= start:
                 return
 
     def gather(self, node: Node, depth: int, start: int = 0) -> Locations:
@@ -220,14 +220,13 @@ class RadixTree:
 
     def page_keys(self, node: Node, depth: int, start: int) -> list[bytes]:
         """Return the keys of pages [start, depth) of the path to `node`; each edge keeps its keys."""
-        parts: list[list[bytes]] = []
+        found: list[bytes] = []
         for at in node.path():
             if at.end <= start:
                 break
-            parts.append(at.keys if at.keys is not None else self._make_keys(at))
-        # `parts` has the keys of pages [first, node.end); page `start` lies in the last part's edge.
-        first = node.end - sum(map(len, parts))
-        return [key for part in reversed(parts) for key in part][start - first : depth - first]
+            found[:0] = at.keys if at.keys is not None else self._make_keys(at)
+        first = node.end - len(found)  # page `start` lies in the edge that was looked at last
+        return found[start - first : depth - first]
 
     def _make_keys(self, node: Node) -> list[bytes]:
         """Compute the keys of the path's edges that have none; return the keys of the node's own edge."""

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tiercache.core import ABSENT, Locations, Mask, PoolName, Tier, full_pages, pending
+from tiercache.core import ABSENT, Locations, Mask, PoolName, Tier, full_pages, leading, pending
 from tiercache.errors import InputError
 from tiercache.index.base import InsertedPages, PlacedState, Span
 from tiercache.index.eviction_order import EvictionQueue
@@ -95,25 +95,21 @@ def adopt_pages(
             tree.counters.shift(node, Tier.DEVICE, row, node.pages)
         every, none = np.ones(node.pages, np.bool_), np.zeros(node.pages, np.bool_)
         return {p: InsertedPages(slots[start:], every, none, none) for p, slots in pages.items()}, [node]
-    held = tree.gather(node, depth, start)[Tier.DEVICE]
-    absent, present = held == ABSENT, held >= 0
-    given = np.stack([pages[pool][start:] for pool in tree.page_pools])
-    table, duplicate, private = np.where(present, held, given), present & (held != given), held < ABSENT
-    missing = absent.any(axis=0)
-    # Fast path: usually only the last pages of a deep path are absent.
-    first = int(missing.argmax()) if missing.any() else depth - start
-    changed: list[Node] = []
-    given, absent_here, missing = given[:, first:], absent[:, first:], missing[first:]
-    for at, edge, part in tree.edge_slices(Span(node, start + first, depth)):
-        if missing[part].any():
-            np.copyto(at.where[Tier.DEVICE, :, edge], given[:, part], where=absent_here[:, part])
-            for row, came in enumerate(absent_here[:, part].sum(axis=1).tolist()):
+    answers, changed = dict[PoolName, InsertedPages](), list[Node]()
+    located = tree.gather(node, depth, start)[Tier.DEVICE]
+    for row, pool in enumerate(tree.page_pools):
+        held, given = located[row], pages[pool][start:]
+        absent, present = held == ABSENT, held >= 0
+        table, duplicate = np.where(present, held, given), present & (held != given)
+        answers[pool] = InsertedPages(table, absent, duplicate, held < ABSENT)
+        # Usually only the last pages of a deep path are absent.
+        first = leading(~absent)
+        for at, edge, part in tree.edge_slices(Span(node, start + first, depth)):
+            here = absent[first:][part]
+            if came := int(np.count_nonzero(here)):
+                np.copyto(at.where[Tier.DEVICE, row, edge], given[first:][part], where=here)
                 tree.counters.shift(at, Tier.DEVICE, row, came)
-            changed.append(at)
-    answers = {
-        pool: InsertedPages(table[row], absent[row], duplicate[row], private[row])
-        for row, pool in enumerate(tree.page_pools)
-    }
+                changed.append(at)
     return answers, changed
 
 

@@ -175,7 +175,9 @@ class Metrics(Families):
 
     def increment(self, name: str, *labels: str, by: float = 1) -> None:
         """Add `by` to a counter."""
-        self.counter(name, *labels).inc(by)
+        found = self._instruments[name][labels]
+        assert isinstance(found, Counter)
+        found.inc(by)
 
     def set(self, name: str, *labels: str, to: float) -> None:
         """Set a gauge to `to`."""
