@@ -14,10 +14,9 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -39,8 +38,7 @@ _GONE: Final = (Outcome.MISS, Outcome.CORRUPT)
 """Outcomes of a get that prove that the object is gone. After any other outcome it may still be stored."""
 
 
-@dataclass(frozen=True, slots=True)
-class PageRun:
+class PageRun(NamedTuple):
     """Neighbouring objects of one pool that move together."""
 
     pool: PoolName
@@ -81,7 +79,7 @@ class PageRun:
         #   run     a b c d e f
         #   flags   1 1 1 0 0 1
         #   cuts    0     3   5 6     -> (a b c, True), (d e, False), (f, True)
-        cuts = [0, *(np.flatnonzero(flags[1:] != flags[:-1]) + 1).tolist(), len(flags)]
+        cuts = [0, *((flags[1:] != flags[:-1]).nonzero()[0] + 1).tolist(), len(flags)]
         return [(self.part(a, b), bool(flags[a])) for a, b in pairwise(cuts) if b > a]
 
 
@@ -101,21 +99,19 @@ def gather_runs(
     `destinations` has one entry for each wanted object. If it is None, the destinations are the sources. With
     `are_states`, each object is the state at the end of its page, and has a run of its own.
     """
-    if not wanted.any():
+    if not np.count_nonzero(wanted):
         return []
     placed = sources
     if destinations is not None:
         placed = sources.copy()
         placed[wanted] = destinations
+    if are_states:
+        return [
+            PageRun(pool, Span(node.covering(end), end - 1, end), sources[at : at + 1], placed[at : at + 1])
+            for at, end in ((at, start + at + 1) for at in wanted.nonzero()[0].tolist())
+        ]
     whole = PageRun(pool, Span(node, start, start + len(sources)), sources, placed)
-    runs = [run for run, there in whole.cut(wanted) if there]
-    if not are_states:
-        return runs
-    return [
-        replace(one, span=Span(node.covering(one.span.end), one.span.start, one.span.end))
-        for run in runs
-        for one in run.split(1)
-    ]
+    return [run for run, there in whole.cut(wanted) if there]
 
 
 def set_of(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -17,9 +16,10 @@ from tiercache.controller.operations import PART_BYTES, PageRun, gather_runs
 from tiercache.controller.options import WRITE_BACK
 from tiercache.controller.values import Values
 from tiercache.controller.writes import Chain, UnitWrite, Write
-from tiercache.core import ABSENT, Mask, PoolName, Tier, TokenArray, pending
+from tiercache.core import ABSENT, Locations, Mask, PoolName, Tier, TokenArray, pending
 from tiercache.errors import PoolFullError
-from tiercache.index import Node, PageLocations
+from tiercache.index import Node
+from tiercache.index.node import STORED
 
 _MAX_WAITING: Final = 256
 """Maximum number of commits that wait for room. A waiting commit keeps its tokens, at 8 bytes per token."""
@@ -67,17 +67,10 @@ class _Plan:
         """Position at which the plan ends, exclusive."""
         self.gone: Counter[PoolName] = Counter()
         """Number of objects from position `at` on that no tier has, by pool."""
-        self._located = self._locate(depth, state_depths)
-        """Locations of the objects by pool. A state has the entry of its last page."""
-        self._copies: dict[PoolName, Mask] = {}
-        """Mask of the objects, by pool, that must first be copied from device to host."""
-        self._held: dict[PoolName, Mask] = {}
-        """Mask of the objects, by pool, that the host has and storage lacks."""
-        self._arriving: dict[PoolName, Mask] = {}
-        """Mask of the objects, by pool, that are on their way to the host but not to storage.
-
-        The plan ends before the first of these.
-        """
+        self._pages = len(context.index.page_pools)
+        """Number of the first row of states in the tables, in which a row is a pool, and a column a page."""
+        self._where = self._locate(depth, state_depths)
+        """Locations, as `where[tier, pool, page]`. A state has the entry of its last page."""
         # What becomes of an object that storage lacks depends on where it is:
         #   on the device, not on the host        `_copies`: copied to the host, then written to storage
         #   on the host, no write is storing it   `_held`: written to storage
@@ -85,64 +78,57 @@ class _Plan:
         #                                         a fetch or a copy has brought it to the host
         #   in no tier                            `gone`: counted, and left out
         # An object that another write is storing is in none of these masks.
-        to_storage &= context.storage is not None
-        costs = np.zeros(2 * depth + 1, np.int64)
-        for pool, where in self._located.items():
-            lacking = ~where.stored
-            storing = context.in_flight.storing[pool]
-            away = lacking & (where.host == ABSENT)
-            self._copies[pool] = away & (where.device >= 0)
-            self._held[pool] = held = lacking & (where.host >= 0) & to_storage
-            held[held] = ~storing[where.host[held]]
-            self._arriving[pool] = arriving = lacking & (where.host < ABSENT)
-            if arriving.any():
+        device, host, stored = self._where
+        lacking = stored == ABSENT
+        away = lacking & (host == ABSENT)
+        self._copies = away & (device >= 0)
+        self._held, self._arriving = lacking & (host >= 0), lacking & (host < ABSENT)
+        gone = away & (device == ABSENT)
+        if np.count_nonzero(lacking > away) or np.count_nonzero(gone):
+            for row, pool in enumerate(context.index.pools):
+                held, arriving = self._held[row], self._arriving[row]
+                storing = context.in_flight.storing[pool]
+                held[held] = ~storing[host[row][held]] & to_storage & (context.storage is not None)
                 # An object whose handle is marked in `storing` is on its way to storage as well.
-                arriving[arriving] = ~storing[pending(where.host[arriving])]
+                arriving[arriving] = ~storing[pending(host[row][arriving])]
                 if arriving.any():
-                    self._end = min(self._end, 2 * int(arriving.argmax()) + self._is_state(pool))
-            gone = (away & (where.device == ABSENT))[self._places(pool, at)]
-            self.gone[pool] += int(np.count_nonzero(gone))
-            here = costs[1 + self._is_state(pool) :: 2]
-            here += (self._copies[pool] | held) * context.allocator.blocks_of(pool, 1)
+                    self._end = min(self._end, 2 * int(arriving.argmax()) + (row >= self._pages))
+                self.gone[pool] += int(np.count_nonzero(gone[row, self._places(row, at)]))
+        blocks = np.array([context.allocator.blocks_of(pool, 1) for pool in context.index.pools])
+        wanted, costs = self._copies | self._held, np.zeros(2 * depth + 1, np.int64)
+        costs[1::2] = blocks[: self._pages] @ wanted[: self._pages]
+        costs[2::2] = blocks[self._pages :] @ wanted[self._pages :]
         costs[: at + 1] = 0
         self._costs = costs.cumsum()
 
-    def _locate(self, depth: int, state_depths: Iterable[int]) -> dict[PoolName, PageLocations]:
+    def _locate(self, depth: int, state_depths: Iterable[int]) -> Locations:
         """Return where the pages and the states are; where there is no state to write, it counts as stored.
 
         A state whose depth is not on the path, or at which no node ends, is gone.
         """
-        index = self._context.index
-        located = dict(index.locations(self._node, depth).pages)
-        for pool in index.state_pools:
-            absent = np.full(depth, ABSENT)
-            located[pool] = PageLocations(absent, absent.copy(), np.ones(depth, np.bool_))
+        index, first = self._context.index, self._pages
+        where = np.full((len(Tier), len(index.pools), depth), ABSENT)
+        where[:, :first] = index.page_locations(self._node, depth)
+        where[Tier.STORAGE, first:] = STORED
         for end in state_depths:
             if 2 * end - 1 < self.at:  # a write of this state's position has begun
                 continue
             node = self._node.covering(end) if end <= depth else None
             if node is None or node.end != end:
                 self.gone.update(index.state_pools)
-                continue
-            for number, pool in enumerate(index.state_pools):
-                at = located[pool]
-                at.device[end - 1] = node.state(Tier.DEVICE, number)
-                at.host[end - 1] = node.state(Tier.HOST, number)
-                at.stored[end - 1] = node.state(Tier.STORAGE, number) != ABSENT
-        return located
+            else:
+                where[:, first:, end - 1] = ABSENT if node.states is None else node.states
+        return where
 
-    def _is_state(self, pool: PoolName) -> bool:
-        return pool in self._context.index.state_pools
-
-    def _places(self, pool: PoolName, start: int, end: int | None = None) -> slice:
-        """Return the places in the columns of a pool that belong to positions [start, end)."""
-        more = not self._is_state(pool)
+    def _places(self, row: int, start: int, end: int | None = None) -> slice:
+        """Return the columns of a row that belong to positions [start, end)."""
+        more = row < self._pages
         return slice((start + more) // 2, None if end is None else (end + more) // 2)
 
     @property
     def first_page(self) -> int:
         """First page that this plan writes: at once, or later if the page is still on its way to the host."""
-        return min(int(np.searchsorted(self._costs, 0, "right")) - 1, self._end) // 2
+        return min(int(self._costs.searchsorted(0, "right")) - 1, self._end) // 2
 
     @property
     def begun_blocks(self) -> int:
@@ -165,10 +151,11 @@ class _Plan:
 
     def left(self) -> Counter[PoolName]:
         """Return the number of objects for which no write has begun, by pool."""
-        masks = {pool: self._copies[pool] | self._held[pool] | self._arriving[pool] for pool in self._located}
-        return +Counter(
-            {pool: int(np.count_nonzero(mask[self._places(pool, self.at)])) for pool, mask in masks.items()}
-        )
+        left, found = self._copies | self._held | self._arriving, Counter[PoolName]()
+        for row, pool in enumerate(self._context.index.pools):
+            if count := int(np.count_nonzero(left[row, self._places(row, self.at)])):
+                found[pool] = count
+        return found
 
     def begin(self, chain: Chain, *, host_only: bool = False) -> bool:
         """Begin as many writes as there is room for, in order; return whether any began.
@@ -183,7 +170,7 @@ class _Plan:
         while self._costs[self._end] > self._costs[self.at]:
             done = self._costs[self.at]
             # Take as many positions as fit into `limit` and into the blocks that writes may still hold.
-            fitting = np.searchsorted(self._costs, done + min(share.left, limit), "right")
+            fitting = self._costs.searchsorted(done + min(share.left, limit), "right")
             end = min(self._end, int(fitting) - 1)
             if self._costs[end] == done:
                 break
@@ -193,7 +180,7 @@ class _Plan:
                 self.is_full = True
                 # The write that found no room would take `tried` blocks. The smallest possible write, which
                 # has the objects of the first position only, takes `least` blocks.
-                behind_first = np.searchsorted(self._costs, done, "right")
+                behind_first = self._costs.searchsorted(done, "right")
                 tried, least = int(self._costs[end] - done), int(self._costs[behind_first] - done)
                 if tried == least:
                     break
@@ -201,7 +188,7 @@ class _Plan:
                 limit = max(tried // 2, least)
                 continue
             begun, self.at, limit = True, end, part
-            if may_evict and any(mask[self._places(pool, end)].any() for pool, mask in self._held.items()):
+            if may_evict and any(mask[self._places(row, end)].any() for row, mask in enumerate(self._held)):
                 # A later write would read what may be gone from the host. The next plan looks again where
                 # everything is.
                 break
@@ -212,35 +199,41 @@ class _Plan:
 
         Returns whether objects of the path may have been evicted from the host to make room.
         """
-        context, columns = self._context, {p: self._places(p, self.at, end) for p in self._located}
-        copies = {pool: mask[columns[pool]] for pool, mask in self._copies.items()}
-        held = {pool: mask[columns[pool]] for pool, mask in self._held.items()}
-        need = {pool: int(np.count_nonzero(mask)) for pool, mask in copies.items()}
-        if host_only and not any(need.values()):
-            return False
+        context, index, reads = self._context, self._context.index, False
+        need, parts = dict[PoolName, int](), list[tuple[PoolName, int, slice, Mask, Mask]]()
         nodes = {self._node: None}  # a dict, because ranks that agree need one order
-        for pool in context.index.state_pools:
-            pages = np.flatnonzero(copies[pool] | held[pool]) + columns[pool].start
-            nodes |= dict.fromkeys(self._node.covering(page + 1) for page in pages.tolist())
-        reads = not host_only and any(mask.any() for mask in held.values())
+        for row, pool in enumerate(index.pools):
+            here = self._places(row, self.at, end)
+            copies, held = self._copies[row, here], self._held[row, here]
+            parts.append((pool, row, here, copies, held))
+            if count := int(np.count_nonzero(copies)):
+                need[pool] = count
+            reads |= not host_only and bool(np.count_nonzero(held))
+            if row >= self._pages:
+                pages = (copies | held).nonzero()[0].tolist()
+                nodes |= dict.fromkeys(self._node.covering(here.start + page + 1) for page in pages)
+        if host_only and not need:
+            return False
         # While room is made on the host, pins keep the nodes in the tree. They keep their objects on the host
         # in two cases: this write reads objects of the path there, or it copies the path to the host only. In
         # all other cases objects of the path that are in storage already can make room for the next objects.
         kept = (Tier.HOST,) if reads or host_only else ()
-        with ExitStack() as pins:
-            for node in nodes:
-                pins.enter_context(context.index.pinned(node, *kept))
+        pins = [index.pin(node, *kept) for node in nodes]
+        try:
             handles = context.allocator.take_host(need)
             device_pins, host_pins = (
-                [context.index.pin(node, tier) for node in nodes] for tier in (Tier.DEVICE, Tier.HOST)
+                [index.pin(node, tier) for node in nodes] for tier in (Tier.DEVICE, Tier.HOST)
             )
+        finally:
+            for pin in reversed(pins):
+                pin.release()
         copied, stored = list[PageRun](), list[PageRun]()
-        for pool, at in self._located.items():
-            here = columns[pool]
-            gather = partial(gather_runs, pool, self._node, here.start, are_states=self._is_state(pool))
-            copied += gather(at.device[here], copies[pool], handles[pool])
-            stored += gather(at.host[here], held[pool])
-        stored = [] if host_only else stored
+        for pool, row, here, copies, held in parts:
+            gather = partial(gather_runs, pool, self._node, here.start, are_states=row >= self._pages)
+            if pool in need:
+                copied += gather(self._where[Tier.DEVICE, row, here], copies, handles[pool])
+            if reads:
+                stored += gather(self._where[Tier.HOST, row, here], held)
         Write(context, copied, stored, chain, device_pins, host_pins, host_only=host_only)
         return not kept
 

@@ -44,8 +44,7 @@ class Match(NamedTuple):
     """Whether the host has any object on the path."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Pages [start, end) on the path from the root to `node`.
 
     The caller keeps `node` pinned for as long as it uses the span.
@@ -59,8 +58,7 @@ class Span:
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class PageLocations:
+class PageLocations(NamedTuple):
     """Locations of the pages of a span, one entry a page."""
 
     device: Locations
@@ -71,8 +69,7 @@ class PageLocations:
     """Whether each page is known to be in the store."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateLocation:
+class StateLocation(NamedTuple):
     """Locations of one state."""
 
     device: int

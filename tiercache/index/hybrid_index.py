@@ -206,6 +206,10 @@ class HybridIndex:
             self._located = asked, PathLocations(pages, states)
         return self._located[1]
 
+    def page_locations(self, where: Node | Match, depth: int) -> Locations:
+        """Return `out[tier, page pool, page]`: locations of pages [0, depth), with `STORED` in storage."""
+        return self._tree.gather(self.node_at(where, depth), depth)
+
     def follow_changes(self) -> dict[Node, None]:
         """Return the nodes whose locations change from now on; the caller takes out those it has looked at.
 

@@ -10,8 +10,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +24,7 @@ from tiercache.transfer.base import Fence, LayerTicket, Ticket, TransferEngine, 
 from tiercache.transfer.descriptors import Descriptors, build_descriptors, join_descriptors
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """The transfer units of a job in one pool."""
 
     device: DevicePool
@@ -39,8 +37,7 @@ class Part:
     """View of the arena's memory. The memory stays mapped until the job releases this view."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """A call of `store` or `load` that is under way. One thread at a time works on a job."""
 
     to_host: bool
