@@ -89,10 +89,11 @@ class Admission(Awaited):
         match = self._match()
         near = self._node_ending(match, match.near_depth) if shared is None else shared
         located, restored = context.index.locations(near, near.end)
-        resident = {p: int(np.count_nonzero(at.device != ABSENT)) for p, at in located.items()}
-        on_device = all((at.device >= 0).all() for at in located.values()) and all(
-            one.device >= 0 for one in restored.values()
+        present = {p: int(np.count_nonzero(at.device >= 0)) for p, at in located.items()}
+        on_device = all(one.device >= 0 for one in restored.values()) and {near.end}.issuperset(
+            present.values()
         )
+        resident = {p: int(np.count_nonzero(at.device != ABSENT)) for p, at in located.items()}
         is_held = on_device or shared is not None
         self._pin = context.index.pin(near, *((Tier.DEVICE,) if is_held else (Tier.DEVICE, Tier.HOST)))
         try:

@@ -122,7 +122,7 @@ class ControllerContext:
     @property
     def pools(self) -> tuple[PoolName, ...]:
         """Names of all pools, page pools first."""
-        return (*self.index.page_pools, *self.index.state_pools)
+        return self.index.pools
 
     @property
     def has_host(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final
 
 import numpy as np
 
@@ -12,8 +11,6 @@ from tiercache.core import ABSENT, Locations, Mask, PoolName, leading, pending
 from tiercache.errors import PoolFullError, SlotError
 from tiercache.index import Inserted, PathLocations
 from tiercache.transfer import Fence
-
-_NONE: Final = np.empty(0, np.int64)
 
 
 class RequestSlots:

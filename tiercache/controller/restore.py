@@ -133,7 +133,7 @@ class DeviceRestore:
         `besides` is the request's own fence, which is left out.
         """
         states = ((pool, np.array([slot])) for pool, slot in self.states.items())
-        fences = self._context.device_work.fences([*self._slots.table.items(), *states])
+        fences = self._context.device_work.fences(chain(self._slots.table.items(), states))
         self._fences = [fence for fence in fences if fence is not besides]
         self._ordered_streams.clear()
 

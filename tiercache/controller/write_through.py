@@ -397,10 +397,11 @@ class WriteThrough:
     def _count_gone(self, commit: _Waiting, plan: _Plan, depth: int) -> None:
         """Give up the objects that were evicted since the last attempt, while they waited for their write."""
         beyond = len(commit.tokens) // self._context.page_size - max(depth, (commit.at + 1) // 2)
-        gone = plan.gone + Counter(dict.fromkeys(self._context.index.page_pools, max(0, beyond)))
+        if beyond > 0:
+            plan.gone.update(dict.fromkeys(self._context.index.page_pools, beyond))
         if commit.gone is not None:
-            self._give_up(gone - commit.gone, "evicted")
-        commit.gone = gone
+            self._give_up(plan.gone - commit.gone, "evicted")
+        commit.gone = plan.gone
 
     def _give_up(self, objects: Counter[PoolName], reason: str) -> None:
         for pool, count in objects.items():

@@ -7,7 +7,7 @@ finds the units whose values have changed since they were last reported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -63,7 +63,7 @@ class Appraiser:
 
     def of(self, nodes: Sequence[Node], rate: float) -> list[Appraisal]:
         """Return the values of these nodes, and note them as reported."""
-        return self._report(self._columns.rows_of(nodes), rate, -1.0)
+        return self._report(self._columns.rows_of(nodes), rate)
 
     def chance(self, nodes: Sequence[Node], ticks: float) -> Ranks:
         """Return the probability that a hit ends at each of these nodes within `ticks` ticks."""
@@ -86,9 +86,9 @@ class Appraiser:
             np.flatnonzero(version > self._version), np.arange(self._next, self._next + _SLICE) % used
         )
         self._version, self._next = int(version.max()), (self._next + _SLICE) % used
-        return self._report(rows, rate, _TOLERANCE)
+        return self._report(rows, rate, changed=True)
 
-    def _report(self, rows: npt.NDArray[np.int64], rate: float, tolerance: float) -> list[Appraisal]:
+    def _report(self, rows: npt.NDArray[np.int64], rate: float, *, changed: bool = False) -> list[Appraisal]:
         columns = self._columns
         if not len(rows):
             return []
@@ -103,11 +103,14 @@ class Appraiser:
         pages = self._policy.value(UnitRows(columns, rows, 0, nbytes)) * rate
         states = pages * (nbytes / np.maximum(state_bytes, 1)) * has_state
         now, digest = np.log2(np.maximum(pages, _LEAST)), columns.shared["digest"][rows]
-        chosen = (self._digest[rows] != digest) | (np.abs(now - self._reported[rows]) > tolerance)
+        chosen: Iterable[int] = range(len(rows))
+        if changed:
+            is_new = self._digest[rows] != digest
+            chosen = (is_new | (np.abs(now - self._reported[rows]) > _TOLERANCE)).nonzero()[0].tolist()
         found = []
-        for i in np.flatnonzero(chosen).tolist():
+        for i in chosen:
             node = columns.nodes[rows[i]]
-            if node is not None and (tolerance < 0 or node.resident_mask & IN_STORAGE):
+            if node is not None and (not changed or node.resident_mask & IN_STORAGE):
                 found.append(Appraisal(node, float(pages[i]), float(states[i])))
                 self._reported[rows[i]], self._digest[rows[i]] = now[i], digest[i]
         return found

@@ -1,9 +1,8 @@
 """Counts of objects, updated with every change of a node.
 
 There are counts of evictable objects, of pages in storage alone, and of subtrees with objects. After writing
-a page's location, call `pages_changed`, or `shift` if you know what changed. After writing only a state's
-location, call `states_changed`. To change many nodes at once, call `shift` or `recount_states` for each node,
-and then `announce` for each node.
+locations of pages, call `shift` and then `announce`. After writing a state's location, call `states_changed`.
+To change many nodes at once, call `shift` or `recount_states` for each node, and then `announce` for each.
 """
 
 from __future__ import annotations
@@ -42,11 +41,6 @@ class Counters:
         self._mark = mark
         self._restored = restored
 
-    def pages_changed(self, node: Node) -> None:
-        """Update everything that depends on the node's locations, which were just written."""
-        self._recount_by(node.recount, node)
-        self.announce(node)
-
     def states_changed(self, node: Node) -> None:
         """Update everything that depends on the node's states. No location of its pages may have changed."""
         self.recount_states(node)
@@ -55,8 +49,7 @@ class Counters:
     def emptied(self, node: Node, tier: Tier) -> None:
         """Record that all objects of the node were taken, and that all of them were in `tier`.
 
-        This is faster than `pages_changed`, which reads the node's locations. The caller guarantees that no
-        other tier holds anything and that nothing is in flight.
+        The caller guarantees that no other tier holds anything and that nothing is in flight.
         """
         before = node.restorable
         if self.changed is not None:
@@ -67,10 +60,7 @@ class Counters:
         self.announce(node)
 
     def shift(self, node: Node, tier: Tier, pool: int, present: int, in_flight: int = 0) -> None:
-        """Count more pages of one page pool as present and in flight, without announcing the node.
-
-        This is faster than `pages_changed`, which reads the node's locations.
-        """
+        """Count more pages of one page pool as present and in flight, without announcing the node."""
         could_answer, before = node.can_answer, _stored_only(node)
         if self.changed is not None:
             self.changed[node] = None
@@ -84,14 +74,11 @@ class Counters:
 
     def recount_states(self, node: Node) -> None:
         """Recount the states of a node without announcing it: the first half of `states_changed`."""
-        self._recount_by(node.recount_states, node)
-
-    def _recount_by(self, recount: Callable[[], None], node: Node) -> None:
         before, could_answer = node.restorable, node.can_answer
         if self.changed is not None:
             self.changed[node] = None
         self.add(node, -1)
-        recount()
+        node.recount_states()
         self.add(node, +1)
         self._update_nearest_state(node, before)
         if node.can_answer and not could_answer:

@@ -164,7 +164,9 @@ class Evictor:
         elif not node.in_flight and node.resident_mask & ~(1 << ALIVE) == 1 << sweep.tier:
             counters.emptied(node, sweep.tier)  # the usual case, and fast: no object is left to count
         else:
-            counters.pages_changed(node)
+            for pool, count in enumerate(node.resident[sweep.tier][: len(self._tree.page_pools)]):
+                counters.shift(node, sweep.tier, pool, -count)
+            counters.states_changed(node)
         # Ghosts remember losses. A unit is lost if no hit can end here any more. The pages of a leaf are lost
         # if the node has no objects left in any tier. Without page pools, the pages are lost with the last
         # state at their end, unless states below keep them in the tree.

@@ -213,7 +213,7 @@ class Residency:
                 return
             victim.node.where[Tier.STORAGE] = ABSENT
             victim.node.states = None
-            counters.pages_changed(victim.node)
+            counters.emptied(victim.node, Tier.STORAGE)
             self._tree.tidy(victim.node)
 
     def _move(
@@ -254,10 +254,10 @@ class Residency:
         changed = np.zeros(len(span), np.bool_)
         row = self._tree.number[pool]
         for node, edge, part in self._tree.edge_slices(span):
-            now = node.where[tier, row, edge]
-            changed[part] = here = (now == old[part]) & mask[part]
+            now, here = node.where[tier, row, edge], changed[part]
+            np.logical_and(now == old[part], mask[part], out=here)
             if count := int(np.count_nonzero(here)):
-                now[here] = new[part][here]
+                np.copyto(now, new[part], where=here)
                 if in_flight > 0:  # nothing that is present changes
                     self._tree.counters.reservations += 1
                     node.expect(pages=count)

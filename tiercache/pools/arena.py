@@ -295,10 +295,10 @@ class HostPool:
 
     def _checked(self, handles: npt.ArrayLike) -> Locations:
         array = as_locations(handles, self.arena.blocks, f"{self.name} handle")
-        unknown = ~self._live[array]
-        if unknown.any():
+        live = self._live[array]
+        if np.count_nonzero(live) < len(live):
             raise SlotError(
-                f"handle {array[unknown][0]} is not an object of pool {self.name}; it was freed, or belongs"
+                f"handle {array[~live][0]} is not an object of pool {self.name}; it was freed, or belongs"
                 " to another pool"
             )
         return array

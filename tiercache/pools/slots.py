@@ -104,9 +104,9 @@ class SlotAllocator:
         Raises SlotError, with nothing freed, if a slot is out of range, is named twice or is free already.
         """
         array = as_locations(slots, self.capacity, self._noun)
-        unused = ~self._used[array]
-        if unused.any():
-            raise SlotError(f"{self._noun} {array[unused][0]} is free already; give each back once")
+        used = self._used[array]
+        if np.count_nonzero(used) < len(used):
+            raise SlotError(f"{self._noun} {array[~used][0]} is free already; give each back once")
         # All these slots are in use. If a slot was named twice, clearing the bits lowers the number of used
         # slots by less than the length of `array`. This finds duplicates without a sort.
         self._used[array] = False
