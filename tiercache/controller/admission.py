@@ -89,11 +89,11 @@ class Admission(Awaited):
         match = self._match()
         near = self._node_ending(match, match.near_depth) if shared is None else shared
         located, restored = context.index.locations(near, near.end)
-        present = {p: int(np.count_nonzero(at.device >= 0)) for p, at in located.items()}
-        on_device = all(one.device >= 0 for one in restored.values()) and {near.end}.issuperset(
-            present.values()
-        )
-        resident = {p: int(np.count_nonzero(at.device != ABSENT)) for p, at in located.items()}
+        resident = {p: int(np.count_nonzero(at.device >= 0)) for p, at in located.items()}
+        states_at = [one.device for one in restored.values()]
+        on_device = min(resident.values(), default=near.end) == near.end and min(states_at, default=0) >= 0
+        if not on_device:  # what is on its way needs no slot either
+            resident = {p: int(np.count_nonzero(at.device != ABSENT)) for p, at in located.items()}
         is_held = on_device or shared is not None
         self._pin = context.index.pin(near, *((Tier.DEVICE,) if is_held else (Tier.DEVICE, Tier.HOST)))
         try:

@@ -216,25 +216,22 @@ class EvictionColumns:
         if row < 0:
             row = node.row = self._take(node)
         self._version += 1
-        held, nbytes, units, covered = node.resident_mask, [], [], []
-        for kind_of, tier in self.kinds:
-            kind = kind_of(node) if held >> tier & 1 else UnitKind.NONE
-            size = copies = 0
-            if kind:
+        held, none = node.resident_mask, [0] * len(self.kinds)
+        nbytes, units, covered = none.copy(), none.copy(), none.copy()
+        for number, (kind_of, tier) in enumerate(self.kinds):
+            if held >> tier & 1 and (kind := kind_of(node)):
                 # A leaf has objects of all pools, a state only of the state pools.
                 pools = self._leaf_pools if kind is UnitKind.LEAF else self._state_pools
                 counts = node.resident[tier]
                 # On the device, states have slots of their own; a leaf goes if those of pages are short.
                 on_device = kind is UnitKind.LEAF and tier is Tier.DEVICE
                 freed = self._device_leaf_pools if on_device else pools
-                size = sum(map(mul, counts[freed], self._object_bytes[freed])) or 1
+                nbytes[number] = sum(map(mul, counts[freed], self._object_bytes[freed])) or 1
+                units[number] = kind
                 # Covered: a single lower tier has at least as many objects of each of these pools.
-                copies = bool(held & self._lower_tiers[tier]) and any(
+                covered[number] = bool(held & self._lower_tiers[tier]) and any(
                     all(map(le, counts[pools], lower[pools])) for lower in node.resident[tier + 1 :]
                 )
-            nbytes.append(size)
-            units.append(kind)
-            covered.append(copies)
         # Alive: a complete state is at the node's end or below it. Without state pools every unit is alive.
         # Without page pools, states below need nothing of the node.
         used = node.is_alive if self._page_pools else node.is_complete
