@@ -379,6 +379,9 @@ def deepest(restorable: Mask) -> int:
     return int(where[-1]) + 1 if len(where) else 0
 
 
+_TOKEN: Final = np.dtype("<u8")
+
+
 def as_tokens(tokens: Any) -> TokenArray:
     """Return token ids as a one-dimensional, contiguous, little-endian uint64 array.
 
@@ -387,7 +390,7 @@ def as_tokens(tokens: Any) -> TokenArray:
     Raises TokenError for more than one dimension, and for items that are not integers from 0 to 2**64 - 1.
     """
     array = np.asarray(tokens) if isinstance(tokens, np.ndarray) else _array_of_ints(tokens)
-    if array.dtype.str == "<u8" and array.ndim == 1 and array.flags.c_contiguous:
+    if array.dtype == _TOKEN and array.ndim == 1 and array.flags.c_contiguous:
         return array  # the usual case, and fast
     if array.ndim != 1:
         raise TokenError(

@@ -96,6 +96,8 @@ class _Plan:
                 self.gone[pool] += int(np.count_nonzero(gone[row, self._places(row, at)]))
         blocks = np.array([context.allocator.blocks_of(pool, 1) for pool in context.index.pools])
         wanted, costs = self._copies | self._held, np.zeros(2 * depth + 1, np.int64)
+        self._lacking = wanted | self._arriving
+        """Mask of all these objects, but those that are gone."""
         costs[1::2] = blocks[: self._pages] @ wanted[: self._pages]
         costs[2::2] = blocks[self._pages :] @ wanted[self._pages :]
         costs[: at + 1] = 0
@@ -151,9 +153,9 @@ class _Plan:
 
     def left(self) -> Counter[PoolName]:
         """Return the number of objects for which no write has begun, by pool."""
-        left, found = self._copies | self._held | self._arriving, Counter[PoolName]()
+        found = Counter[PoolName]()
         for row, pool in enumerate(self._context.index.pools):
-            if count := int(np.count_nonzero(left[row, self._places(row, self.at)])):
+            if count := int(np.count_nonzero(self._lacking[row, self._places(row, self.at)])):
                 found[pool] = count
         return found
 
