@@ -236,8 +236,7 @@ def test_only_what_is_on_its_way_is_waited_for_and_a_save_waits_for_no_load() ->
     # What was never promised is a load that fails.
     engine.cache.load(engine.claim("nobody", ones, 3))
     assert not engine.wait({"nobody"})
-    # So is one without a point of the device's work that it has to wait for, and nothing else is kept.
-    assert engine.find("late", [*ones, 1]) == 5
+    assert engine.find("late", [*ones, 1]) == 5  # and then the device fails
     with pytest.raises(ZeroDivisionError):
         engine.cache.load(engine.claim("late", ones, 5), lambda: 1 // 0)
     assert not engine.wait({"late"})

@@ -139,6 +139,7 @@ class Speeds:
         loads: Locations,
         load_before: int = 0,
         part: int = 0,
+        wave: int = 1 << 62,
     ) -> npt.NDArray[np.float64] | None:
         """Return the seconds that restores of `ends` tokens save over a restore of `start` tokens.
 
@@ -147,13 +148,16 @@ class Speeds:
         result have shape [restores]. A gain is negative if computing the tokens behind `start` is faster. The
         result is None while the speed of the prefill, or of both legs that are needed, is unknown.
 
-        One thread reads up to `part` bytes at once, so only larger reads are shared among the threads.
+        One thread reads up to `part` bytes at once, so only larger reads are shared among the threads. They
+        read up to `wave` bytes before the next begin.
         """
         prefill, read, load = self._prefill_pace(), self._reads.pace(), self._loads.pace()
         if prefill is None or (read is None and load is None and loads.any()):
             return None
         read, load = read or 0.0, load or 0.0
-        longest = np.maximum(reads / self._readers, np.minimum(reads, part))
+        whole, rest = np.divmod(reads, wave)
+        of_wave, of_rest = (np.maximum(n / self._readers, np.minimum(n, part)) for n in (wave, rest))
+        longest = whole * of_wave + of_rest
         restore = np.maximum(longest * read, loads * load)
         saved = self._profile.flops(start, ends) * prefill
         gained: npt.NDArray[np.float64] = saved + load_before * load - restore
@@ -226,12 +230,12 @@ def near_depth(context: ControllerContext, match: Match, held: int | None = None
 
 
 def best_depth(
-    context: ControllerContext, match: Match, depths: Collection[int], limit: int, part: int
+    context: ControllerContext, match: Match, depths: Collection[int], limit: int, part: int, wave: int
 ) -> int:
     """Return which of these depths, restored from storage, saves most time; 0 if the near depth does.
 
-    All are deeper than the near depth of `match`. No depth is deeper than `limit`. `part` is the number of
-    bytes that one thread reads at once.
+    All are deeper than the near depth of `match`. No depth is deeper than `limit`. `part` and
+    `wave` are the numbers of bytes that one thread, and all of them, read at once.
     """
     deepest = max(depths, default=0)
     if not deepest or not context.options.load_or_recompute:
@@ -249,6 +253,7 @@ def best_depth(
         loads=np.maximum(at - on_device, 0) * per_page + state,
         load_before=max(0, near - on_device) * per_page,
         part=part,
+        wave=wave,
     )
     if gains is None:
         return deepest

@@ -43,8 +43,11 @@ class Prefetch:
     fetches may hold. A pin keeps the objects of earlier waves on the host, unless the device has all of them.
     """
 
-    def __init__(self, context: ControllerContext, lookup: Lookup, limit: int) -> None:
-        """Prepare fetches of the prompt of `lookup`, up to the depth of `limit` pages."""
+    def __init__(self, context: ControllerContext, lookup: Lookup, limit: int, share: int = 1) -> None:
+        """Prepare fetches of the prompt of `lookup`, up to the depth of `limit` pages.
+
+        A wave takes at most one part in `share` of the blocks that all fetches may hold.
+        """
         self.fetched: dict[PoolName, Mask] = {p: np.zeros(limit, np.bool_) for p in context.pools}
         """Mask of the pages that were fetched for this prompt, by pool.
 
@@ -57,6 +60,8 @@ class Prefetch:
         self._context = context
         self._lookup = lookup
         self._limit = limit
+        self._wave = max(context.in_flight.fetching.blocks // share, context.allocator.widest)
+        """Number of host blocks, at most, that a wave takes."""
         self._keys: list[bytes] = []
         """Page keys of the path that is being fetched."""
         self._missing: set[tuple[PoolName, int]] = set()
@@ -105,11 +110,11 @@ class Prefetch:
         self._met_outage |= any(map(is_outage, reasons))
         return reasons
 
-    def begin(self, target: int, *, share: int = 1, to_device: bool = False) -> Step:
+    def begin(self, target: int, *, to_device: bool = False) -> Step:
         """Begin the next wave of fetches for depth `target` (in pages).
 
-        The wave takes at most one part in `share` of the blocks that all fetches may hold. With `to_device`,
-        the caller loads what has landed to the device, so that the host need not hold the whole depth.
+        With `to_device`, the caller loads what has landed to the device, so that the host need not hold the
+        whole depth.
         """
         context, lookup = self._context, self._lookup
         if target != self._depth:
@@ -125,7 +130,7 @@ class Prefetch:
         self._depth = target
         self._waves += 1
         try:
-            return self._begin_wave(node, target, share, to_device)
+            return self._begin_wave(node, target, to_device)
         except PoolFullError:
             return Step.NO_ROOM
 
@@ -161,7 +166,8 @@ class Prefetch:
         This is the deepest one, unless computing its last tokens is faster. Returns 0 if there is none.
         """
         depths, context = self.restorable(match, beyond=match.near_depth), self._context
-        return best_depth(context, match, depths, self._limit, Fetch.part_bytes(context)) if depths else 0
+        part, wave = Fetch.part_bytes(context), self._wave * context.arena.block_bytes
+        return best_depth(context, match, depths, self._limit, part, wave) if depths else 0
 
     def is_gain_too_small(self, match: Match) -> bool:
         """Return whether storage could restore more tokens, but those are not worth a fetch."""
@@ -212,7 +218,7 @@ class Prefetch:
             self.pin.release()
             self.pin = None
 
-    def _begin_wave(self, node: Node, depth: int, share: int, to_device: bool) -> Step:
+    def _begin_wave(self, node: Node, depth: int, to_device: bool) -> Step:
         """Fetch absent objects on the path to `node`; join other fetches that bring objects of this path."""
         context = self._context
         #   page      0      1        2       3          4
@@ -236,7 +242,7 @@ class Prefetch:
         if not to_device:
             blocks_of = context.allocator.blocks_of
             context.allocator.require_host(sum(blocks_of(p, int(m.sum())) for p, m in absent.items()))
-        fetch = self._fetch(node, absent, share)
+        fetch = self._fetch(node, absent)
         self._fetching = {o for o in waiting if isinstance(o, Fetch)} | ({fetch} if fetch else set())
         for each in self._fetching:
             each.join(self)
@@ -247,7 +253,7 @@ class Prefetch:
             raise PoolFullError("reads that hang hold every block that fetches may have")
         return Step.LATER
 
-    def _fetch(self, node: Node, absent: dict[PoolName, Mask], share: int) -> Fetch | None:
+    def _fetch(self, node: Node, absent: dict[PoolName, Mask]) -> Fetch | None:
         """Fetch the first absent objects, as many as fetches may hold. The state at the end comes last.
 
         Returns None if nothing is absent, or if fetches hold too many blocks now. Raises PoolFullError if the
@@ -258,8 +264,7 @@ class Prefetch:
         # The absent objects of page i take blocks[i] host blocks. The wave has as many pages, from the start,
         # as fit. With blocks 0 2 2 6 and room for 5 blocks, the wave has the first three pages.
         blocks = sum(mask * cost[pool] for pool, mask in absent.items())
-        budget = context.in_flight.fetching
-        most = min(budget.left, max(budget.blocks // share, context.allocator.widest))
+        most = min(context.in_flight.fetching.left, self._wave)
         pages = int(np.searchsorted(np.cumsum(blocks), most, "right"))
         wave = {pool: mask[:pages] for pool, mask in absent.items()}
         if not any(mask.any() for mask in wave.values()):
@@ -328,7 +333,7 @@ class PrefetchTicket:
             # Requests go first: while one of them fetches, no further wave begins.
             if self._context.in_flight.count("fetch"):
                 return
-            if prefetch.begin(target, share=_SHARE) is not Step.NO_ROOM:
+            if prefetch.begin(target) is not Step.NO_ROOM:
                 return
             prefetch.give_up()
             self.reason = Reason.BUSY
@@ -346,7 +351,7 @@ class PrefetchTicket:
             self.reason = lookup.unasked
             self._end(lookup.match, "complete")
             return False
-        self._prefetch = Prefetch(self._context, lookup, self._pages)
+        self._prefetch = Prefetch(self._context, lookup, self._pages, _SHARE)
         return True
 
     def _match(self) -> Match:

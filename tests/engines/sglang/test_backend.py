@@ -203,8 +203,7 @@ def test_addresses_that_are_not_the_pools_are_refused(url: str, monkeypatch: pyt
 
 
 def test_nothing_raises_into_the_controller(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    kv = kv_pool()
-    store = backend(url, kv)
+    store = backend(url, kv_pool())
     unknown = PoolTransfer(name=PoolName.DEEPSEEK_V4_C4, host_indices=rows(0), keys=keys("a"))
     assert store.batch_set_v2([unknown]) == {PoolName.DEEPSEEK_V4_C4: [False]}
     store.close()

@@ -112,7 +112,12 @@ class Trial:
         Raises UnsupportedModelError if the model fails them even when it is fed token by token.
         """
         tolerance = self._tolerance()
-        self._compare_without_cache(tolerance)
+        off = _gap(self._runners[TailMode.CHUNK].without_cache(self._prompt, SHORT)[-1], self._uncut)
+        if not off <= tolerance:
+            raise UnsupportedModelError(
+                f"{self._name} gives other logits over a DynamicCache with positions from 0 than by itself,"
+                f" off by {off:.3g}, more than the {tolerance:.3g} that rounding explains"
+            )
         token_checks = self._cut_checks(TailMode.TOKEN)
         if fault := self._fault(TailMode.TOKEN, token_checks, tolerance):
             raise UnsupportedModelError(f"{self._name} cannot continue from a cache: {fault}")
@@ -190,15 +195,6 @@ class Trial:
         eps = torch.finfo(self._model.dtype).eps
         rounds_once = eps > torch.finfo(torch.float32).eps and not rounds_parts(self._model.device)
         return max((JITTERS_NARROW if rounds_once else JITTERS) * jitter, 2 * eps * self._scale)
-
-    def _compare_without_cache(self, tolerance: float) -> None:
-        """Raise UnsupportedModelError if the logits without a cache or positions differ too much."""
-        off = _gap(self._runners[TailMode.CHUNK].without_cache(self._prompt, SHORT)[-1], self._uncut)
-        if not off <= tolerance:
-            raise UnsupportedModelError(
-                f"{self._name} gives other logits over a DynamicCache with positions from 0 than by itself,"
-                f" off by {off:.3g}, more than the {tolerance:.3g} that rounding explains"
-            )
 
     def crossing(self, mode: TailMode, cuts: tuple[int, ...]) -> str:
         """Return why a prefill cut at `cuts` cannot be continued in this mode; empty if it can.

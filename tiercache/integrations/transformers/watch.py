@@ -88,7 +88,9 @@ class Watch:
                 " a new worker"
             )
         versions = [_version(tensor) for tensor in self._facts.tensors.values()]
-        if self._same_objects() and versions == self._versions and self._same_samples():
+        # Identities are compared, which is fast: an equal object in another's place is compared below.
+        same = all(len(a := read()) == len(b) and all(map(is_, a, b)) for read, b in self._facts.read)
+        if same and versions == self._versions and self._same_samples():
             return
         facts = self._walk()
         changed = self._changed(facts, self._facts.values | facts.values)
@@ -137,15 +139,6 @@ class Watch:
         self._versions = [_version(tensor) for tensor in facts.tensors.values()]
         self._views = list(_views(facts.tensors))
         self._samples = self._sampled()
-
-    def _same_objects(self) -> bool:
-        """Return whether every attribute and every item is still the same object."""
-        # This compares identities, not values, because it is fast. If an attribute was replaced by an equal
-        # object, the result is False, and `check` compares the values next.
-        return all(
-            len(now := read()) == len(before) and all(map(is_, now, before))
-            for read, before in self._facts.read
-        )
 
     def _same_samples(self) -> bool:
         now = self._sampled()
