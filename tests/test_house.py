@@ -216,7 +216,7 @@ BUDGET = {
     "tiercache.controller": 8_965,
     "tiercache.integrations": 9_536,
     "tiercache.cli": 5_550,
-    "tiercache.storage": 6_250,
+    "tiercache.storage": 6_355,
     "tiercache.testing": 2_650,
     "tiercache.index": 3_250,
     "tiercache.transfer": 2_150,
@@ -227,13 +227,13 @@ BUDGET = {
     "tiercache.policy": 900,
     "tiercache.metrics": 750,
     "tiercache.wire": 750,
-    "tiercache_backends.file": 4_330,
-    "tiercache_backends.lmdb": 3_050,
+    "tiercache_backends.file": 4_170,
+    "tiercache_backends.lmdb": 2_680,
     "tiercache_backends.chain": 3_400,
     "tiercache_backends.s3": 2_550,
     "tiercache_backends.grpc": 2_200,
     "tiercache_backends.mooncake": 1_950,
-    "tiercache_backends.local": 800,
+    "tiercache_backends.local": 720,
     "tiercache_lab.replay": 5_570,
     "tiercache_lab.bench": 1_780,
     "tiercache_lab.prove": 1_150,
@@ -242,7 +242,7 @@ BUDGET = {
     "": 2_700,
 }  # fmt: skip
 """Lines of each package at most; "" is what lies outside them. Whoever raises a row lowers another one."""
-WHEEL_LINES, LAB_LINES, TEST_LINES = 74_515, 10_000, 75_000
+WHEEL_LINES, LAB_LINES, TEST_LINES = 74_090, 10_000, 75_000
 """Lines of the product's wheel, of the lab's, and of the tests, at most."""
 FILES = 328
 """Modules of the product's wheel at most."""

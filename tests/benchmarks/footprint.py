@@ -49,7 +49,7 @@ def fill(store: StorageBackend) -> None:
 
 
 def of_store(url: str, held: Callable[[], int], directory: str) -> dict[str, Any]:
-    """Memory that the objects take, and for `lmdb` also the mirror, which is read when it is first needed."""
+    """Memory that the objects take, and for `lmdb` also the mirror, which the first set reads."""
     with open_backend(url.format(directory=directory)) as store:
         store.set([to_set(key("warm"), bytes(SIZE))])
         store.get([to_get(key("warm"), SIZE)])

@@ -110,7 +110,7 @@ def _lies(kind: str, path: Path) -> tuple[dict[int, tuple[str, frozenset[int]]],
         for name, digest in digests.items():
             # In `lmdb` a record is the value behind its key, and the node's head in front of that begins with
             # its size.
-            at = data.find(digest[32:] + digest[:32], nodes, (page + 1) * PAGE)
+            at = data.find(digest, nodes, (page + 1) * PAGE)
             if at >= 0:
                 records.append((name, at + 64, int.from_bytes(data[at - 8 : at - 6], "little")))
     return {page: (kind, frozenset()) for kind, pages in kinds.items() for page in pages}, records

@@ -126,7 +126,7 @@ class ResidentsMachine(RuleBasedStateMachine):
     def publish(self, which: int, works: bool) -> None:
         claim = self.claims.pop(which % len(self.claims))
         if claim.layout < STATE:
-            self.residents.pages.expected(claim.node)
+            self.residents.pages.expected_all([claim.node])
             page = self.model.pages[claim.name]
             page.coming -= 1
             page.depth = page.depth if page.coming or page.lengths else 0

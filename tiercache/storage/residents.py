@@ -590,3 +590,60 @@ class Residents:
     def _bind(self) -> None:
         for name in _COLUMNS:
             setattr(self, name, self.columns[name].data)
+
+
+def add_all(
+    table: Residents,
+    digests: Sequence[bytes],
+    nodes: Sequence[int],
+    parents: Sequence[int | None],
+    numbers: npt.NDArray[Any],
+    lengths: npt.NDArray[Any],
+    namespace_ids: npt.NDArray[Any],
+    depths: npt.NDArray[Any],
+) -> list[int]:
+    """Do `Residents.add` for each of these objects, in order, and return their rows.
+
+    Most writes bring the pages of one sequence, none of them known, which are taken in by column; see
+    `RestorablePages.are_plain`.
+    """
+    rows = [table._take() for _ in digests]
+    at = np.array(rows, np.int64)
+    columns = table.columns
+    columns["number"][at], columns["length"][at] = numbers, lengths
+    columns["hits"][at] = columns["pins"][at] = 0
+    layout = digests[0][:LAYOUT_BYTES] if digests else b""
+    pages, above = table.pages, np.array([NONE if up is None else up for up in parents], np.int64)
+    on = np.array(nodes, np.int64)
+    if (
+        len(rows) < _FEW // 2
+        or not all(digest.startswith(layout) for digest in digests)
+        or (namespace_ids != namespace_ids[0]).any()
+        or not pages.are_plain(on, above, int(namespace_ids[0]))
+    ):
+        known = zip(numbers.tolist(), namespace_ids.tolist(), depths.tolist(), strict=True)
+        for row, digest, node, parent, facts in zip(rows, digests, nodes, parents, known, strict=True):
+            table._add(row, digest, node, parent, *facts)
+        return rows
+    n, namespace_id = len(rows), int(namespace_ids[0])
+    numbers = np.maximum(numbers, np.uint64(table.newest))
+    columns["page"][at], columns["next"][at] = on, NONE
+    columns["attached"][at], columns["state"][at], columns["namespace"][at] = 0, RESIDENT, namespace_id
+    columns["layout"][at] = table._layouts.obtain(layout, n)
+    columns = pages.columns
+    columns["first"][on], columns["number"][on] = at, numbers
+    columns["namespace_id"][on] = namespace_id
+    columns["depth"][on[depths > 0]] = depths[depths > 0]
+    columns["tick"][on] = np.arange(table.clock + 1, table.clock + n + 1)
+    if pages.hinted:
+        pages.values.used(table.clock + 1)
+    table.clock += n
+    table.newest = int(numbers[-1])
+    table.count += n
+    table.payload += int(lengths.sum())
+    if table.owners.active:
+        table.owners.used[table.owners.of(namespace_id)] += int(table.footprint.of(lengths).sum())
+    pages.pages_added(on, above, lengths, namespace_id)
+    if table.note is not None:
+        table.note(digests, True)
+    return rows

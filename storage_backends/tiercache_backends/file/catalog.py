@@ -63,7 +63,7 @@ from tiercache_backends.file.records import (
     sound,
 )
 from tiercache_backends.local.directory import StoreDirectory, check_named, sync_directory
-from tiercache_backends.local.names import Name, pack_name
+from tiercache_backends.local.names import pack_name
 
 _log = logging.getLogger(__name__)
 
@@ -260,7 +260,7 @@ class Catalog:
             if kept == known:
                 return
             others = [self._known.packed(name) for name in self._known.records if name != record.namespace]
-            packed = pack_name(Name(there, kept))
+            packed = pack_name(there, kept)
             if not there or sum(map(len, [*others, packed])) > self._budget // _VALUE_SHARE:
                 raise OSError(ENOSPC, "there are too many namespaces, or their records are too long")
             self._known.records[record.namespace] = kept

@@ -48,7 +48,7 @@ from tiercache_backends.file.records import (
     words_of,
 )
 from tiercache_backends.local.directory import StoreDirectory
-from tiercache_backends.local.names import Names, unpack_name
+from tiercache_backends.local.names import Names
 
 _log = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ def _read_log(env: Env, fd: int, store: bytes, generation: int) -> FoundLog | No
         if value:
             namespace = value[1 : 1 + value[0]]
             with suppress(ValueError):  # it was not written by this version
-                names.add(namespace, *unpack_name(namespace, value[1 + len(namespace) :]))
+                names.add_packed(namespace, value[1 + len(namespace) :])
     used = np.unique(contents.records["namespace"]).tolist()
     names.last = max([names.last, *used])
     # Forget the namespaces that have neither objects nor an identity. The last id is never given again.

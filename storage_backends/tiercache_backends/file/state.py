@@ -38,11 +38,11 @@ from tiercache.events.base import ChangeNote
 from tiercache.storage.base import ScanEntry
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.residents import RESIDENT, parents_first
-from tiercache.storage.restorable import Admissibility
+from tiercache.storage.restorable import Admissibility, hold_new
 from tiercache.storage.shares import OwnerUse, Shares, Writer
 from tiercache_backends.file.claims import Claim, Claims, Pins, Removal, Removed, Shortage
 from tiercache_backends.file.extents import ExtentAllocator
-from tiercache_backends.file.objects import ObjectTable, expected_all, hold_new
+from tiercache_backends.file.objects import ObjectTable
 from tiercache_backends.file.records import FOOTPRINT, CatalogContents, Extent, Places, Records
 
 _FEW: Final = 8
@@ -320,7 +320,7 @@ class StoreState:
         """
         objects = self._objects
         with self._mutex:
-            expected_all(objects.pages, [claim.node for claim in claims.fresh if claim.is_page])
+            objects.pages.expected_all([claim.node for claim in claims.fresh if claim.is_page])
             for claim in claims.fresh:
                 del self._busy[claim.digest]
                 if claim.is_charged:  # what is stored counts as `used` instead
@@ -481,7 +481,7 @@ class StoreState:
         """Return the figures for `usage`: counts of objects, bytes and blocks, `Worth`, and all counters."""
         with self._mutex:
             return {
-                "objects": len(self._objects),
+                "objects": self._objects.count,
                 "payload_bytes": self._objects.payload,
                 "blocks_used": self._allocator.size - self._allocator.free,
                 "blocks_free": self._allocator.free,

@@ -19,18 +19,21 @@ import logging
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from errno import EAGAIN, EDQUOT, EFBIG, EIO, ENOSPC
+from itertools import islice
 from threading import Lock
 from typing import Any, Final, TypeVar
 
 import lmdb
 
-from tiercache.core import Outcome
+from tiercache.core import DIGEST_BYTES, Outcome
 from tiercache.storage.env import Env, close_quietly
+from tiercache_backends.lmdb.records import FACTS, RECORD, Facts
 from tiercache_backends.local.directory import check_named, is_full
+from tiercache_backends.local.ownership import wait_for_lock
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -39,25 +42,21 @@ _READERS: Final = 1024
 """Slots for read transactions of all processes together; a slot takes 64 bytes of the lock file."""
 _SPARE: Final = 8
 """Number of ended read transactions that the LMDB binding keeps for reuse."""
-_DATABASES: Final = ("objects", "parts", "ages", "namespaces", "facts")
-_FAILURES: Final = (lmdb.Error, SystemError)
-"""Exceptions that a call of LMDB raises; its binding raises SystemError for entries of impossible sizes."""
-_DAMAGE: Final = (
-    lmdb.CorruptedError,
-    lmdb.PageNotFoundError,
-    lmdb.InvalidError,
-    lmdb.BadTxnError,
-    lmdb.BadDbiError,
-    lmdb.BadValsizeError,
-    lmdb.CursorFullError,
-    lmdb.IncompatibleError,
-    lmdb.PageFullError,
-    lmdb.ProblemError,
-    lmdb.NotFoundError,
-    SystemError,
-    struct.error,
+_DATABASES: Final = ("objects", "parts", "ages", "gone", "namespaces", "facts")
+_FAILURES: Final = (lmdb.Error, SystemError, struct.error)
+"""Exceptions for a failure of LMDB; its binding raises SystemError for entries of impossible sizes."""
+_HARMLESS: Final = (
+    lmdb.MapFullError,
+    lmdb.ReadersFullError,
+    lmdb.TxnFullError,
+    lmdb.MapResizedError,
+    lmdb.DiskError,
+    lmdb.LockError,
+    lmdb.MemoryError,
+    lmdb.ReadonlyError,
+    lmdb.PanicError,
 )
-"""Exceptions for a damaged page or an entry of a wrong length, and for later calls in the transaction."""
+"""Exceptions that do not mean damage; for errors of the system LMDB's binding raises `lmdb.Error` itself."""
 _FULL_BYTES: Final = 64 << 10
 """Number of free bytes of a file system below which a short write is attributed to a full disk."""
 BATCH_BYTES: Final = 8 << 20
@@ -78,14 +77,17 @@ _SPARE_PAGES: Final = 64
 """Minimum number of pages that are allocated on the disk in advance, behind the last used page."""
 _SPARE_SHARE: Final = 64
 """Divisor of the map's pages: one page in 64 is allocated on the disk in advance."""
+_MAX_LOGGED: Final = 8192
+_MIN_LOGGED: Final = 256
+"""Bounds of the number of removals that are logged; between them it is that of the map's LMDB pages."""
 _FULL_SECONDS: Final = 10.0
 """Seconds after a full disk until the file may try to grow again."""
 MAX_WAIT_SECONDS: Final = 5.0
 """Seconds that a writer waits for other writers before it gives up."""
 _MAX_WAIT_AFTER_TIMEOUT_SECONDS: Final = 0.05
 """Seconds that a writer waits if the previous wait of this process was in vain."""
-_PAUSE_SECONDS: Final = 0.0001, 0.0005
-"""First and longest pause, in seconds, between two tries for the lock. Each pause is twice the one before."""
+_PAUSE_SECONDS: Final = 0.0005
+"""Longest pause, in seconds, between two tries for the lock."""
 _KINDS: Final = {ENOSPC: "full", EDQUOT: "full", EAGAIN: "busy"}
 """Names by errno of the failures that may pass: a full disk or map, and a lock that is held too long."""
 
@@ -102,7 +104,7 @@ class DamagedError(OSError):
 
 
 class WriterLock:
-    """Lock for writers, a context manager: only one thread of all processes holds the lock at a time.
+    """Lock for writers: only one thread of all processes holds it at a time.
 
     LMDB's own lock is a robust mutex in shared memory, which can lose a wake-up: (1) B and C sleep on it, A
     releases it, and the kernel wakes B. (2) D takes it before B runs. (3) B is killed. (4) D releases it,
@@ -111,54 +113,35 @@ class WriterLock:
 
     Lock order: first the lock between the threads of this process (`_ours`), then the file lock.
 
-    Entering the context raises OSError; its errno is EAGAIN after too long a wait.
-
-    Thread safety: any thread may enter; a thread that is inside must not enter again.
+    Thread safety: any thread may call; a thread that holds the lock must not take it again.
     """
 
     def __init__(self, env: Env, path: str) -> None:
         self._env = env
         self._path = path
         self._ours = Lock()
-        self._fd = -1
         self._timed_out = False
 
-    def __enter__(self) -> None:
-        max_wait = _MAX_WAIT_AFTER_TIMEOUT_SECONDS if self._timed_out else MAX_WAIT_SECONDS
-        if not self._ours.acquire(timeout=max_wait):
-            raise self._busy()
-        try:
-            self._wait(max_wait)
-        except BaseException:
-            self._ours.release()
-            raise
-
-    def __exit__(self, *exc: object) -> None:
-        # Unlock before closing: a forked child may have a copy of the descriptor, which would keep the lock.
-        with suppress(OSError):
-            self._env.unlock(self._fd)
-        close_quietly(self._env, self._fd)
-        self._ours.release()
-
-    def _wait(self, max_wait: float) -> None:
-        # Each use of the lock opens a descriptor of its own, which `__exit__` unlocks and closes.
-        self._fd = self._env.open(self._path, os.O_RDWR | os.O_CREAT)
-        try:
-            deadline = self._env.monotonic() + max_wait
-            pause, longest = _PAUSE_SECONDS
-            while not self._env.try_lock(self._fd):
-                if self._env.monotonic() > deadline:
-                    self._timed_out = True
-                    raise self._busy()
-                self._env.sleep(pause)
-                pause = min(longest, 2 * pause)
-            self._timed_out = False
-        except BaseException:
-            close_quietly(self._env, self._fd)
-            raise
-
-    def _busy(self) -> OSError:
-        return OSError(EAGAIN, f"{self._path} is held by another writer, which makes no progress")
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock; raises OSError, whose errno is EAGAIN after too long a wait."""
+        most = _MAX_WAIT_AFTER_TIMEOUT_SECONDS if self._timed_out else MAX_WAIT_SECONDS
+        busy = OSError(EAGAIN, f"{self._path} is held by another writer, which makes no progress")
+        if not self._ours.acquire(timeout=most):
+            raise busy
+        with ExitStack() as undo:
+            undo.callback(self._ours.release)
+            fd = self._env.open(self._path, os.O_RDWR | os.O_CREAT)
+            undo.callback(close_quietly, self._env, fd)
+            self._timed_out = not wait_for_lock(self._env, self._env.try_lock, fd, most, _PAUSE_SECONDS)
+            if self._timed_out:
+                raise busy
+            try:
+                yield
+            finally:
+                # Unlock before closing: a copy of the descriptor in a forked child would keep the lock.
+                with suppress(OSError):
+                    self._env.unlock(fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,47 +233,45 @@ class Environment:
         """Number of LMDB pages, from the file's start, that `keep_ahead` has allocated on the disk."""
         self._grow_at = 0.0
         """Time at which a full disk is tried again, in seconds of the monotonic clock."""
-        self._open(map_bytes, last_sync=last_sync, lock=not (read_only and alone))
+        self.budget: PageBudget
+        """Limits for the whole map or, while the disk is full, for the pages that the file has on it.
 
-    def _open(self, map_bytes: int, *, last_sync: bool, lock: bool) -> None:
+        The disk may be smaller than the capacity, or other programs may have filled it.
+        """
         with self._as_os_error():
             self._lmdb = lmdb.open(
-                self.path,
+                path,
                 map_size=map_bytes,
                 max_dbs=len(_DATABASES),
                 max_readers=_READERS,
                 max_spare_txns=_SPARE,
                 mode=0o600,
                 metasync=last_sync,
-                readonly=self.read_only,
-                lock=lock,
-                create=not self.read_only,
+                readonly=read_only,
+                lock=not (read_only and alone),
+                create=not read_only,
             )
         self._fd = -1
         try:
-            self._fd = self._env.open(self._data, os.O_RDONLY)
+            self._fd = self._env.open(self._data, os.O_RDONLY if self.read_only else os.O_RDWR)
             with self._as_os_error():
                 self._check_length()
                 if self.read_only:
                     found = [self._lmdb.open_db(name.encode(), create=False) for name in _DATABASES]
                 else:
                     found = self.write(self._databases)
-            self.objects, self.parts, self.ages, self.names, self.facts = found
+            self._opened = found
+            self.objects, self.parts, self.ages, self.gone, self.names, self.facts = found
             self.page_bytes: int = self._lmdb.stat()["psize"]
-            self._map_is(int(self._lmdb.info()["map_size"]))
+            self.resize(int(self._lmdb.info()["map_size"]))
         except BaseException:  # whatever it is, nothing stays open, and it is raised again
             self.close()
             raise
 
-    def _map_is(self, map_bytes: int) -> None:
-        self.map_bytes = map_bytes
-        """Size of the map in bytes."""
-        self._whole = PageBudget(map_bytes // self.page_bytes, self.page_bytes)
-        self.budget = self._whole
-        """Limits for the whole map or, while the disk is full, for the pages that the file has on it.
-
-        The disk may be smaller than the capacity, or other programs may have filled it.
-        """
+    @property
+    def logged(self) -> int:
+        """Maximum number of removals that the store keeps in `gone`."""
+        return max(_MIN_LOGGED, min(_MAX_LOGGED, self._whole.map_pages))
 
     def try_growing(self) -> None:
         """Let the file grow again, if it is some time since the disk was found full."""
@@ -329,7 +310,7 @@ class Environment:
         Raises OSError for a failure; after an error nothing is committed.
         """
         self._check_usable()
-        with self._writer_lock, self._as_os_error():
+        with self._writer_lock.held(), self._as_os_error():
             self._check_length()
             txn = self._lmdb.begin(write=True)
             try:
@@ -346,18 +327,30 @@ class Environment:
         Raises OSError.
         """
         with self._as_os_error():
-            self._lmdb.set_mapsize(map_bytes)
-        self._map_is(map_bytes)
+            if map_bytes != self._lmdb.info()["map_size"]:
+                self._lmdb.set_mapsize(map_bytes)
+        self._whole = PageBudget(map_bytes // self.page_bytes, self.page_bytes)
+        self.budget = self._whole
+
+    def facts_in(self, txn: Any) -> Facts:
+        """Return what a transaction knows of the store as a whole."""
+        return Facts.unpack(txn.get(FACTS, db=self.facts))
+
+    def objects_after(self, txn: Any, digest: bytes, most: int) -> list[tuple[bytes, bytes]]:
+        """Return digest and record of the objects that follow a digest in order; b"": of the first ones."""
+        with txn.cursor(self.objects) as walk:
+            there = islice(walk, most) if walk.set_range(digest + b"\0") else ()
+            found = [(bytes(key), bytes(value)) for key, value in there]
+        if any(len(key) != DIGEST_BYTES or len(value) != RECORD.itemsize for key, value in found):
+            raise struct.error("the entry of an object has another length")
+        return found
 
     def used_pages(self, txn: Any) -> int:
         """Return the number of LMDB pages in use in this transaction.
 
         The pages that hold LMDB's list of free pages are not counted.
         """
-        stats = [
-            self._lmdb.stat(),
-            *(txn.stat(db) for db in (self.objects, self.parts, self.ages, self.names, self.facts)),
-        ]
+        stats = [self._lmdb.stat(), *map(txn.stat, self._opened)]
         # Add the two head pages (LMDB's "meta pages"), which are in no tree.
         return 2 + sum(int(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"]) for s in stats)
 
@@ -404,9 +397,8 @@ class Environment:
             return
         wanted = min(there + spare, self._whole.map_pages)
         try:
-            with self._data_file() as fd:
-                self._env.fallocate(fd, 0, wanted * self.page_bytes)
-                self._env.fdatasync(fd)
+            self._env.fallocate(self._fd, 0, wanted * self.page_bytes)
+            self._env.fdatasync(self._fd)
             self._allocated = wanted
         except OSError as error:
             if is_full(error):
@@ -414,18 +406,8 @@ class Environment:
 
     def sync(self) -> None:
         """Return when all data of the file is on the medium; raises OSError if that fails."""
-        # LMDB's own sync does the same, but not through the store's Env. A new descriptor will do: a sync of
-        # any descriptor of a file writes all cached data of the file.
-        with self._data_file() as fd:
-            self._env.fdatasync(fd)
-
-    @contextmanager
-    def _data_file(self) -> Iterator[int]:
-        fd = self._env.open(self._data, os.O_RDWR)
-        try:
-            yield fd
-        finally:
-            close_quietly(self._env, fd)
+        # LMDB's own sync does the same, but not through the store's Env.
+        self._env.fdatasync(self._fd)
 
     def check_there(self) -> None:
         """Raise OSError unless the file is still at the path where it was opened."""
@@ -438,7 +420,7 @@ class Environment:
         self._lmdb.close()
 
     def _databases(self, txn: Any) -> list[Any]:
-        # All five are made in one transaction. An empty one in the place of one that is not found would hide
+        # All are made in one transaction. An empty one in the place of one that is not found would hide
         # what the store has.
         is_new = not self._lmdb.stat()["entries"]
         return [self._lmdb.open_db(name.encode(), txn, create=is_new) for name in _DATABASES]
@@ -472,7 +454,7 @@ class Environment:
     def _as_os_error(self) -> Iterator[None]:
         try:
             yield
-        except (*_FAILURES, struct.error, DamagedError) as error:
+        except (*_FAILURES, DamagedError) as error:
             raise self._os_error(error) from error
 
     def _os_error(self, error: Exception) -> OSError:
@@ -486,7 +468,7 @@ class Environment:
             return MapFullError(ENOSPC, text)
         if isinstance(error, lmdb.PanicError):  # the write of a head page failed, as on a disk that went away
             self.broken = text
-        if isinstance(error, (*_DAMAGE, DamagedError)):
+        if type(error) is not lmdb.Error and not isinstance(error, _HARMLESS):
             self.is_damaged, self.broken = True, f"it is damaged ({text})"
             return error if isinstance(error, DamagedError) else DamagedError(EIO, text)
         full = isinstance(error, lmdb.DiskError) or any(
@@ -505,7 +487,7 @@ class ErrorCounters:
         full               the disk or the map was full
         busy               another writer held the lock for too long
         failures           all other failures
-        refused_...        objects that a set refused, by the reason (see `Attempt`)
+        refused_...        objects that a set refused, by the reason
 
     Thread safety: any thread may call.
     """
@@ -515,10 +497,10 @@ class ErrorCounters:
         self._mutex = Lock()
         self._counts: Counter[str] = Counter()
 
-    def count(self, what: str, by: int = 1) -> None:
-        """Add `by` to the count named `what`."""
+    def count(self, names: Iterable[str]) -> None:
+        """Add 1 to the count of each of these names."""
         with self._mutex:
-            self._counts[what] += by
+            self._counts.update(names)
 
     def failed(self, what: str, error: OSError) -> Outcome:
         """Count and log a failure, and return the outcome of the objects concerned.
@@ -526,7 +508,7 @@ class ErrorCounters:
         The outcome is THROTTLED if the failure may pass, so that the same set may succeed later; else ERROR.
         """
         kind = _KINDS.get(error.errno or 0, "failures")
-        self.count(kind)
+        self.count([kind])
         _log.warning("%s in %s failed: %s", what, self._path, error)
         return Outcome.ERROR if kind == "failures" else Outcome.THROTTLED
 

@@ -1,89 +1,95 @@
-"""In-memory copy of the records of an `lmdb` store, which keeps the objects in their eviction order.
+"""In-memory copy of the records of an `lmdb` store, and the write transactions, which keep it in step.
 
 Only the records in LMDB are authoritative, and other processes change them. The mirror reads all records
-once, when the store must first evict or report its worth (how many bytes are restorable). After that the
-mirror reads only the changes. Every change takes the next tick, so the changes that the mirror does not know
-yet have ticks from `_seen` on:
+once, before this process first stores an object or reports the store's worth. After that it makes its own
+changes in both places, and reads only those of other processes. Every change takes the next tick, so the
+changes that the mirror does not know yet have ticks from `_seen` on:
 
     database `ages`      objects that were stored or used
-    log in `facts`       objects that were removed; the log keeps only the latest removals
+    database `gone`      objects that were removed; it keeps only the latest removals
 
-    ticks   | log of removals ........................... |
+    ticks   | removals ................................. |
                          |<- read by the next `keep_up` ->|
                        _seen                          next_tick
 
-If the log has already lost removals since `_seen`, the mirror reads all records again.
+If `gone` has already lost removals since `_seen`, the mirror reads all records again.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from threading import RLock
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from tiercache.core import DIGEST_BYTES
 from tiercache.events.base import ChangeNote
 from tiercache.storage.eviction import EvictionOrder
-from tiercache.storage.pages import column_of
+from tiercache.storage.layouts import LAYOUT_BYTES
+from tiercache.storage.pages import PAGE_KEY_BYTES, column_of
 from tiercache.storage.residents import ObjectColumns, Residents
 from tiercache_backends.lmdb.environment import Environment
-from tiercache_backends.lmdb.records import (
-    FACTS,
-    HALF,
-    NAMED,
-    Record,
-    StoreTotals,
-    log_start,
-    place_of,
-    removals,
-    tick_key,
-    tick_of,
-)
+from tiercache_backends.lmdb.records import PARENT_KNOWN, RECORD, Facts, Record, ticks_from
 from tiercache_backends.lmdb.transaction import Transaction, names_in
+from tiercache_backends.local.names import Names
+
+T = TypeVar("T")
 
 _OBJECTS_PER_TRANSACTION: Final = 4096
 """Maximum number of records that one transaction reads when all records are read."""
-_MAX_NOTED: Final = 1 << 16
-"""Maximum number of uses that wait for `keep_up`; if there are more, the oldest uses are dropped."""
 
 
 class Mirror:
     """Objects of a store as of one transaction, and the order in which they are evicted.
 
-    During a write transaction that may evict, the caller holds `lock` and goes on in this order:
-
-        1. `keep_up`                         applies what other transactions changed
-        2. an `Eviction` through `order`     takes objects out
-        3. `committed` or `rolled_back`      makes step 2 final, or undoes it
-
-    Thread safety: the thread that holds `lock` may call; `note`, `is_read` and `is_watched` need no lock.
+    Thread safety: any thread may call `write`; the thread that holds `lock` may call the rest.
     """
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
         self.lock: Final = RLock()
-        self._noted: deque[tuple[bytes, bool]] = deque(maxlen=_MAX_NOTED)
-        """Places of objects that were used, each with `brought` (see `note`)."""
-        self._use(Residents(), 0)
+        self._use(Residents(), Names(), 0)
 
-    def _use(self, residents: Residents, seen: int) -> None:
+    def _use(self, residents: Residents, names: Names, seen: int) -> None:
         self.residents = residents
         """Table of the objects."""
         self.order = EvictionOrder(residents)
-        self._leaving: list[tuple[int, bytes, bytes | None]] = []
-        """Objects that the open transaction removes: row, digest, and parent if known."""
+        self._names = names
         self._seen = seen
+        """First tick that is not known; 0 before all records were read."""
 
-    def note(self, places: Iterable[bytes], *, brought: bool = False) -> None:
-        """Record, without a lock, that objects were used; the next `keep_up` applies these uses.
+    def write(self, work: Callable[[Transaction], T], *, whole: bool = False) -> T:
+        """Run `work` in a write transaction, and keep the mirror in step with what it commits.
 
-        `brought`: the objects were used by a set that found them stored already, and not by a get.
+        `whole`: the table must have all objects. Raises OSError, with nothing changed.
         """
-        if self.is_read:
-            self._noted.extend((place, brought) for place in places)
+        made: list[Transaction] = []
+
+        def run(txn: Any) -> list[T]:
+            if (whole or self._seen) and not self.keep_up(txn):
+                return []
+            names = self._names if self._seen else names_in(self._environment, txn)
+            made.append(Transaction(self._environment, txn, self.residents, names, whole=self._seen > 0))
+            result = work(made[0])
+            made[0].save()
+            return [result]
+
+        with self.lock:
+            try:
+                while not (done := self._environment.write(run)):
+                    self.read()
+            except BaseException:  # whatever it is, the table is as before, and it is raised again
+                for transaction in made:
+                    transaction.finish(committed=False)
+                    if transaction.has_named:
+                        self._seen = 0
+                raise
+            made[0].finish(committed=True)
+            if self._seen:
+                self._seen = made[0].facts.next_tick
+            return done[0]
 
     def watch(self, watcher: ChangeNote | None) -> None:
         """Tell `watcher` of objects that come and go from now on; see `StorageBackend.watch`.
@@ -94,9 +100,9 @@ class Mirror:
         self.residents.note = watcher
 
     def hidden(self, damaged: Mapping[bytes, int]) -> tuple[int, int]:
-        """Return how many of these objects, numbers by place, are stored, and their bytes."""
+        """Return how many of these objects, numbers by digest, are stored, and their bytes."""
         residents = self.residents
-        found = [(residents.find(place_of(place)), number) for place, number in damaged.items()]
+        found = [(residents.find(digest), number) for digest, number in damaged.items()]
         rows = [row for row, number in found if row >= 0 and residents.number[row] == number]
         return len(rows), sum(residents.length[row] for row in rows)
 
@@ -105,146 +111,104 @@ class Mirror:
         """Whether anybody is told of changes."""
         return self.residents.note is not None
 
-    @property
-    def is_read(self) -> bool:
-        """Whether all records have been read."""
-        return self._seen > 0
-
     def refresh(self) -> None:
         """Apply all changes, in transactions of its own; the caller has none open. Raises OSError."""
         # Other processes may remove so much between `read` and `keep_up` that all records have to be read
         # once more.
-        while not self.is_read or not self._environment.read(self.keep_up):
+        while not self._environment.read(self.keep_up):
             self.read()
 
     def read(self) -> None:
         """Read all records; the caller has no transaction open. Raises OSError, with nothing changed."""
-        with self.lock:
-            note, known = self.residents.note, self._digests()
-            self._use(*self._all())
-            self.residents.note = note
-            if note is not None:
-                now = self._digests()
-                note(list(known - now), False)
-                note(list(now - known), True)
+        note, known = self.residents.note, self._digests()
+        self._use(*self._all())
+        self.residents.note = note
+        if note is not None:
+            now = self._digests()
+            note(list(known - now), False)
+            note(list(now - known), True)
 
-    def _all(self) -> tuple[Residents, int]:
-        """Return a table of all records, and the first tick of a change that it may not have."""
-        next_tick, with_states = self._environment.read(self._facts)
-        found: list[tuple[bytes, Record]] = []
+    def _all(self) -> tuple[Residents, Names, int]:
+        """Return a table of all records, the names, and the first tick of a change that they may not have."""
+        facts, names = self._environment.read(self._facts)
+        found: list[tuple[bytes, bytes]] = []
         # LMDB reuses no given-up pages while a read transaction lasts, so read in short parts. Other
         # processes write between the parts. Their changes have ticks from `next_tick` on, so the next
         # `keep_up` applies them.
-        place: bytes | None = b""
-        while place is not None:
-            place = self._environment.read(partial(self._read_some, place, found))
-        found.sort(key=lambda entry: entry[1].tick)
-        records = [record for _, record in found]
-        known = [i for i, record in enumerate(records) if record.depends_on]
+        read = partial(self._environment.objects_after, most=_OBJECTS_PER_TRANSACTION)
+        while some := self._environment.read(partial(read, digest=found[-1][0] if found else b"")):
+            found += some
+        records = np.frombuffer(b"".join([value for _, value in found]), RECORD)
+        order = records["tick"].argsort()
+        records = records[order]
+        known = (records["flags"] & PARENT_KNOWN).nonzero()[0]
         residents = Residents()
         residents.load(
             ObjectColumns(
-                column_of([place_of(place) for place, _ in found], 2 * HALF).copy(),
-                column_of([record.parent for record in records], HALF).copy(),
-                np.array(known, np.int64),
-                np.array([record.number for record in records], np.uint64),
-                np.array([record.length for record in records], np.uint64),
-                np.array([record.depth for record in records], np.uint32),
-                np.array([record.namespace for record in records], np.uint32),
+                column_of([digest for digest, _ in found], DIGEST_BYTES)[order],
+                np.ascontiguousarray(records["parent"]).view(np.uint64).reshape(-1, PAGE_KEY_BYTES // 8),
+                known,
+                records["number"],
+                records["length"],
+                records["depth"],
+                records["namespace"],
             )
         )
-        for number in with_states:
-            residents.pages.require_states(number)
-        return residents, next_tick
+        _require_states(residents, names)
+        return residents, names, facts.next_tick
 
-    def _read_some(self, place: bytes, found: list[tuple[bytes, Record]], txn: Any) -> bytes | None:
-        """Append the next objects from a place on; return where to go on, None at the end."""
-        end = len(found) + _OBJECTS_PER_TRANSACTION
-        with txn.cursor(self._environment.objects) as walk:
-            there = walk.set_range(place or b"\0")
-            while there and len(found) < end:
-                found.append((bytes(walk.key()), Record.unpack(walk.value())))
-                there = walk.next()
-            return bytes(walk.key()) if there else None
+    def _facts(self, txn: Any) -> tuple[Facts, Names]:
+        return self._environment.facts_in(txn), names_in(self._environment, txn)
 
     def keep_up(self, txn: Any) -> bool:
-        """Apply the changes since the last call; return False if all records must be read again.
+        """Apply what others changed since the last call; return False if all records must be read again.
 
         In a write transaction, call this method before any change.
         """
-        objects, facts = self._environment.objects, self._environment.facts
-        next_tick = StoreTotals.unpack(txn.get(FACTS, db=facts)).next_tick
-        # The mirror was never read, or the store's ticks began anew, or the log has lost removals.
-        if not self._seen or next_tick < self._seen or log_start(txn, facts) > self._seen:
+        environment, seen = self._environment, self._seen
+        facts = environment.facts_in(txn)
+        # The mirror was never read, or the store's ticks began anew.
+        if not seen or facts.next_tick < seen:
             return False
-        for _ in range(len(self._noted)):
-            place, brought = self._noted.popleft()
-            if (row := self.residents.find(place_of(place))) >= 0:
-                (self.residents.renew if brought else self.residents.touch)(row)
-        if next_tick > self._seen:
-            if tick_of(txn.get(NAMED, tick_key(0), db=facts)) >= self._seen:
-                for namespace_id in self._facts(txn)[1]:
-                    self.residents.pages.require_states(namespace_id)
-            for tick, place, number in sorted([*removals(txn, facts, self._seen), *self._changes(txn)]):
-                row = self.residents.find(place_of(place))
-                # A place can be used again: object 3 is removed at tick 7, object 8 is stored there at tick
-                # 9. If the mirror has object 8 already, the removal must not forget it. Numbers rise, so
-                # compare them.
-                if number:
-                    if row >= 0 and self.residents.number[row] <= number:
-                        self.forget(row)
-                    continue
-                value = txn.get(place, db=objects)
-                if value is None or (record := Record.unpack(value)).tick != tick:
-                    continue  # the entry in `ages` is outdated: the object is gone, or has a newer tick
-                if row >= 0 and self.residents.number[row] == record.number:
-                    self.residents.renew(row)
-                    continue
-                if row >= 0:
-                    self.forget(row)
-                self._add(place, record)
-            self._seen = next_tick
+        if facts.next_tick == seen:
+            return True
+        kept = int(txn.stat(environment.gone)["entries"])
+        if kept >= environment.logged and next(ticks_from(txn, environment.gone, 0))[0] > seen:
+            return False
+        if facts.named_at >= seen:
+            self._names = names_in(environment, txn)
+            _require_states(self.residents, self._names)
+        removals = [(tick, digest, True) for tick, digest in ticks_from(txn, environment.gone, seen)]
+        uses = [(tick, digest, False) for tick, digest in ticks_from(txn, environment.ages, seen)]
+        for tick, digest, is_removal in sorted(removals + uses):
+            row = self.residents.find(digest)
+            # If the object was stored again after its removal, and the mirror has it already, its number is
+            # that later tick, and the removal must not forget it.
+            if is_removal:
+                if row >= 0 and self.residents.number[row] < tick:
+                    self._forget(row)
+                continue
+            value = txn.get(digest, db=environment.objects)
+            if value is None or (record := Record.unpack(value)).tick != tick:
+                continue  # the entry in `ages` is outdated: the object is gone, or has a newer tick
+            if row >= 0 and self.residents.number[row] == record.number:
+                self.residents.renew(row)
+                continue
+            if row >= 0:
+                self._forget(row)
+            self._add(digest, record)
+        self._seen = facts.next_tick
         return True
 
-    def is_promising(self, page: bytes, namespace_id: int, *, attached: bool) -> bool:
-        """Return whether a restore could use a new object on this page as soon as the object is stored.
-
-        `attached`: the object is attached to the page, as a state is; otherwise the object is the page.
-        """
-        pages = self.residents.pages
-        node = pages.hold(page)
-        promising = pages.is_promising(node, namespace_id, attached=attached)
-        pages.release(node)
-        return promising
-
-    def leave(self, row: int) -> None:
-        """Take an object out, until `committed` or `rolled_back`."""
-        self._leaving.append((row, *self.residents.leave(row)))
-
-    def forget(self, row: int) -> None:
-        """Take an object out for good, because it is no longer stored."""
+    def _forget(self, row: int) -> None:
         self.residents.leave(row)
         self.residents.drop(row)
 
-    def committed(self) -> None:
-        """Drop the objects that the transaction removed; call this after its commit."""
-        for row, _, _ in self._leaving:
-            self.residents.drop(row)
-        self._leaving = []
-
-    def rolled_back(self) -> None:
-        """Put back the objects that the transaction removed; call this if the commit did not happen."""
-        for row, digest, parent in reversed(self._leaving):
-            self.residents.enter(row, digest, parent)
-        self._leaving = []
-
-    def _add(self, place: bytes, record: Record) -> None:
+    def _add(self, digest: bytes, record: Record) -> None:
         pages = self.residents.pages
-        node = pages.hold(place[:HALF])
+        node = pages.hold(digest[LAYOUT_BYTES:])
         parent = pages.hold(record.depends_on) if record.depends_on else None
-        self.residents.add(
-            place_of(place), node, parent, record.number, record.length, record.namespace, record.depth
-        )
+        self.residents.add(digest, node, parent, record.number, record.length, record.namespace, record.depth)
         pages.release(node)
         if parent is not None:
             pages.release(parent)
@@ -254,56 +218,8 @@ class Mirror:
         rows = self.residents.residents().tolist() if self.is_watched else []
         return {self.residents.digest(row) for row in rows}
 
-    def _facts(self, txn: Any) -> tuple[int, list[int]]:
-        """Return the next tick, and the numbers of the namespaces with states."""
-        facts = StoreTotals.unpack(txn.get(FACTS, db=self._environment.facts))
-        names = names_in(self._environment, txn).values()
-        return facts.next_tick, [name.number for name in names if name.states]
 
-    def _changes(self, txn: Any) -> Iterator[tuple[int, bytes, int]]:
-        """Yield (tick, place, 0) of every object stored or used since the last `keep_up`.
-
-        The triples of `removals` have the object's number instead of 0.
-        """
-        with txn.cursor(self._environment.ages) as walk:
-            found = walk.set_range(tick_key(self._seen))
-            while found:
-                yield tick_of(walk.key()), bytes(walk.value()), 0
-                found = walk.next()
-
-
-class Eviction:
-    """Remover of objects from the databases and from the mirror, in one transaction (an `eviction.Taker`).
-
-    It removes until `pages` LMDB pages are in use.
-
-    Thread safety: only the thread of the transaction uses it, which holds the mirror's lock.
-    """
-
-    def __init__(self, mirror: Mirror, transaction: Transaction, max_objects: int, pages: int) -> None:
-        self._mirror = mirror
-        self._transaction = transaction
-        self._max_objects = max_objects
-        self._pages = pages
-        self.objects = 0
-        """Number of objects removed so far."""
-
-    def take(self, rows: list[int]) -> None:
-        """Remove these objects; skip those that are no longer stored."""
-        for row in rows:
-            place = place_of(self._mirror.residents.digest(row))
-            record = self._transaction.find(place)
-            if record is None or record.number != self._mirror.residents.number[row]:
-                self._mirror.forget(row)
-                continue
-            self._transaction.remove(place, record)
-            self._mirror.leave(row)
-            self.objects += 1
-
-    def enough(self) -> bool:
-        """Return whether enough LMDB pages are free."""
-        return self._transaction.used_pages() <= self._pages
-
-    def full(self) -> bool:
-        """Return whether this transaction may remove no more objects."""
-        return self.objects >= self._max_objects
+def _require_states(residents: Residents, names: Names) -> None:
+    for namespace, record in names.records.items():
+        if record.states:
+            residents.pages.require_states(names.ids[namespace])

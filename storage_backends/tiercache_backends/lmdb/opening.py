@@ -13,8 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from tiercache.storage.checksum import MacKey
 from tiercache.storage.env import Env
 from tiercache_backends.lmdb import check
 from tiercache_backends.lmdb.environment import BATCH_BYTES, DamagedError, Environment
-from tiercache_backends.lmdb.records import SIZE, Size
+from tiercache_backends.lmdb.records import FACTS
 from tiercache_backends.local.directory import StoreDirectory, tree_bytes
 from tiercache_backends.local.ownership import CHECK_SECONDS
 from tiercache_backends.local.settings import check_capacity
@@ -31,7 +30,7 @@ from tiercache_backends.local.settings import check_capacity
 _log = logging.getLogger(__name__)
 
 KIND: Final = "tiercache.lmdb"
-VERSION: Final = 2
+VERSION: Final = 3
 _DATABASE: Final = "database"
 SMALLEST_CAPACITY: Final = 4 << 20
 """Bytes of the smallest capacity that a store may have."""
@@ -45,88 +44,19 @@ _ASIDE_SHARE: Final = 16
 """Divisor of the capacity: damaged data that was put aside for inspection may take one byte in 16."""
 
 
-@dataclass(slots=True)
-class Opened:
-    """Parts of an open store.
+class Opened(NamedTuple):
+    """Parts of an open store."""
 
-    Thread safety: one caller at a time opens and closes; any thread may call the rest.
-    """
-
-    env: Env
     directory: StoreDirectory
     environment: Environment
-    wanted: int | None
-    """Capacity that was asked for; None: the one that the store has."""
-    capacity: int = 0
+    capacity: int
     """Bytes that the directory may take."""
-
-    @property
-    def path(self) -> str:
-        """Path of the store's directory."""
-        return self.directory.path
-
-    def disk_bytes(self) -> int:
-        """Return the bytes that the directory and everything in it take on the disk now. Raises OSError."""
-        return tree_bytes(self.env, self.path)
-
-    def data_bytes(self) -> int:
-        """Return the bytes that LMDB's file takes on the disk. Raises OSError.
-
-        The file grows up to the map's size and never shrinks.
-        """
-        return tree_bytes(self.env, os.path.join(self.directory.database, "data.mdb"))
-
-    def settle(self) -> None:
-        """Agree with all processes that have the store open on its sizes. Raises ConfigError or StorageError.
-
-        If no other process has the store open, these are the sizes for the capacity that was asked for.
-        """
-        environment, directory = self.environment, self.directory
-        found = environment.read(lambda txn: Size.unpack(txn.get(SIZE, db=environment.facts)))
-        # An environment that was made in the place of a damaged one gets the last size.
-        wanted = self.wanted or self.capacity or directory.capacity
-        if found is not None and (self.wanted is None or not directory.sole):
-            size = found
-        elif wanted and not environment.read_only:
-            size = _size_for(self.env, directory, wanted)
-            if found != size:
-                environment.write(lambda txn: txn.put(SIZE, size.pack(), db=environment.facts))
-        else:
-            raise StorageError(
-                f"{directory.database} has no stored size, and so no objects; open it with a capacity first"
-            )
-        if self.wanted not in (None, size.capacity):
-            raise ConfigError(
-                f"the store in {directory.path} is in use with a capacity of {size.capacity} bytes and cannot"
-                f" be opened with {self.wanted}; give the same capacity, or close it in all other processes"
-                " first"
-            )
-        if environment.map_bytes != size.map_bytes:
-            environment.resize(size.map_bytes)
-        self.capacity = size.capacity
-        if directory.sole and not environment.read_only:
-            directory.record_capacity(size.capacity)
-
-    def close(self) -> None:
-        """Close the environment, note how it was left, and release the directory."""
-        environment, directory = self.environment, self.directory
-        environment.close()
-        try:
-            if environment.is_damaged and not environment.read_only:
-                directory.remember(database=None, suspect=True)
-            # Only the last owner records a clean shutdown, because other owners may still write.
-            elif not (environment.read_only or environment.broken) and directory.is_last():
-                directory.remember(database=_file_of(directory))
-        except OSError as error:
-            _log.warning("%s cannot be marked as it was left: %s", directory.path, error)
-        finally:
-            directory.release()
 
 
 def open_environment(
     env: Env, path: str, capacity: int | None, mac_key: MacKey, *, last_sync: bool, read_only: bool
 ) -> Opened:
-    """Open the store in `path`, or make it where there is none.
+    """Open the store in `path`, or make it where there is none; `close_environment` ends that.
 
     `capacity` None: open an existing store, with the capacity that it has. `last_sync`: see `Environment`.
 
@@ -149,12 +79,14 @@ def open_environment(
             _examine(env, directory, read_only=read_only)
             opened = _open(env, directory, capacity, last_sync=last_sync, read_only=read_only)
         except DamagedError as error:
-            if read_only:
+            if read_only or not directory.sole:
+                first = "" if read_only else "close it in all other processes, and "
                 raise StoreDamagedError(
-                    f"{directory.database} is damaged; open the store for writing, which puts it aside and"
-                    " starts empty"
+                    f"{directory.database} is damaged; {first}open the store for writing, which puts it"
+                    " aside and starts empty"
                 ) from error
-            _put_aside(directory)
+            directory.set_aside()
+            directory.remember(database=None, suspect=False)
             opened = _open(env, directory, capacity, last_sync=last_sync, read_only=False)
         directory.admit_others()
     except BaseException as error:
@@ -165,26 +97,67 @@ def open_environment(
     return opened
 
 
+def close_environment(opened: Opened) -> None:
+    """Close the environment, note how it was left, and release the directory."""
+    directory, environment, _ = opened
+    environment.close()
+    try:
+        if environment.is_damaged and not environment.read_only:
+            directory.remember(database=None, suspect=True)
+        # Only the last owner records a clean shutdown, because other owners may still write.
+        elif not (environment.read_only or environment.broken) and directory.is_last():
+            directory.remember(database=_file_of(directory))
+    except OSError as error:
+        _log.warning("%s cannot be marked as it was left: %s", directory.path, error)
+    finally:
+        directory.release()
+
+
 def _open(
     env: Env, directory: StoreDirectory, capacity: int | None, *, last_sync: bool, read_only: bool
 ) -> Opened:
     for name in ("data.mdb", "lock.mdb"):  # `stat` refuses symbolic links; LMDB would follow them
         directory.stat(os.path.join(_DATABASE, name))
     # A size of 0 makes LMDB use the map size that the last writer stored in the file.
-    map_bytes = 0 if capacity is None else _size_for(env, directory, capacity).map_bytes
+    map_bytes = 0 if capacity is None else _map_for(env, directory, capacity)
     environment = Environment(
         env, directory.database, map_bytes, last_sync=last_sync, read_only=read_only, alone=directory.sole
     )
-    opened = Opened(env, directory, environment, capacity)
     try:
         if not read_only:
             environment.clear_readers()
             _keep_freed_memory()
-        opened.settle()
+        return Opened(directory, environment, _settle(env, directory, environment, capacity))
     except BaseException:
         environment.close()
         raise
-    return opened
+
+
+def _settle(env: Env, directory: StoreDirectory, environment: Environment, wanted: int | None) -> int:
+    """Agree with all processes that have the store open on its sizes; return the capacity.
+
+    If no other process has the store open, these are the sizes for `wanted`, if that is given. Raises
+    ConfigError or StorageError.
+    """
+    facts = environment.read(environment.facts_in)
+    # An environment that was made in the place of a damaged one gets the last capacity.
+    capacity = wanted or directory.capacity
+    if capacity and not environment.read_only and (not facts.capacity or (wanted and directory.sole)):
+        facts = facts._replace(capacity=capacity, map_bytes=_map_for(env, directory, capacity))
+        environment.write(lambda txn: txn.put(FACTS, facts.pack(), db=environment.facts))
+    if not facts.capacity:
+        raise StorageError(
+            f"{directory.database} has no stored size, and so no objects; open it with a capacity first"
+        )
+    if wanted not in (None, facts.capacity):
+        raise ConfigError(
+            f"the store in {directory.path} is in use with a capacity of {facts.capacity} bytes and cannot be"
+            f" opened with {wanted}; give the same capacity, or close it in all other processes first"
+        )
+    environment.resize(facts.map_bytes)
+    if directory.sole and not environment.read_only:
+        directory.record_capacity(facts.capacity)
+    return facts.capacity
 
 
 def _examine(env: Env, directory: StoreDirectory, *, read_only: bool) -> None:
@@ -216,49 +189,30 @@ def _file_of(directory: StoreDirectory) -> list[int] | None:
     return None if found is None else [found.st_size, found.st_mtime_ns]
 
 
-def _put_aside(directory: StoreDirectory) -> None:
-    """Put the environment aside and make room for an empty one; raise StorageError while others use it."""
-    if not directory.sole:
-        raise StoreDamagedError(
-            f"{directory.database} is damaged and open in another process; close it there first, and the"
-            " next to open it puts it aside and starts empty"
-        )
-    directory.set_aside()
-    directory.remember(database=None, suspect=False)
-
-
-def map_bytes(capacity: int, foreign: int, path: str) -> int:
+def _map_for(env: Env, directory: StoreDirectory, capacity: int) -> int:
     """Return the size in bytes of LMDB's map in a store of this capacity.
 
-    `foreign`: bytes of the capacity that other files in the store's directory take.
-
-    Raises ConfigError where too little is left.
+    Raises ConfigError if the capacity is too small, for the store as it is.
     """
+    _trim_aside(env, directory, capacity)
+    foreign = directory.foreign_bytes()  # bytes of the capacity that other files in the directory take
     # Round down to a multiple of 64 KiB, which every page size divides.
     room = (capacity - _FIXED_BYTES - foreign) * (_BOOKKEEPING - 1) // _BOOKKEEPING >> 16 << 16
     if capacity < SMALLEST_CAPACITY or room < SMALLEST_CAPACITY // 2:
         raise ConfigError(
-            f"the store in {path} cannot work in {capacity} bytes, of which other files there take {foreign};"
-            f" set capacity to {SMALLEST_CAPACITY + foreign} or more"
+            f"the store in {directory.path} cannot work in {capacity} bytes, of which other files there take"
+            f" {foreign}; set capacity to {SMALLEST_CAPACITY + foreign} or more"
         )
-    return room
-
-
-def _size_for(env: Env, directory: StoreDirectory, capacity: int) -> Size:
-    """Return the sizes for a capacity; raise ConfigError if the store is larger already."""
-    _trim_aside(env, directory, capacity)
-    foreign = directory.foreign_bytes()
-    wanted = Size(capacity, map_bytes(capacity, foreign, directory.path))
     there = (_file_of(directory) or [0])[0]
-    if directory.sole and there > wanted.map_bytes:
-        # The inverse of `map_bytes`: 64 KiB and a byte more make up for its rounding down.
+    if directory.sole and there > room:
+        # The inverse of the division above: 64 KiB and a byte more make up for its rounding down.
         needed = (there + (1 << 16)) * _BOOKKEEPING // (_BOOKKEEPING - 1) + 1
         raise ConfigError(
             f"the store in {directory.path} has grown to {there} bytes, which a capacity"
             f" of {capacity} does not hold; set capacity to {needed + _FIXED_BYTES + foreign} or more, or"
             " remove the directory to start empty"
         )
-    return wanted
+    return room
 
 
 def _trim_aside(env: Env, directory: StoreDirectory, capacity: int) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from errno import EIO
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from tiercache.storage.base import GetItem
 from tiercache.storage.checksum import MacKey, checksum
 from tiercache.storage.vectors import batches, usable
 from tiercache_backends.lmdb.environment import DamagedError, Environment, ErrorCounters
-from tiercache_backends.lmdb.records import Record, part_key, part_keys, piece_sizes, place_of, proof_of
+from tiercache_backends.lmdb.records import Record, cut, part_key, piece_sizes, proof_of
 from tiercache_backends.lmdb.transaction import Pending
 
 _KEYS_PER_TRANSACTION: Final = 1024
@@ -39,14 +38,6 @@ Verify: TypeAlias = Callable[[Sequence[memoryview]], None]
 """A function that takes the next bytes of a payload, such as the checksum's `add`."""
 
 
-class BatchResult(NamedTuple):
-    """Results of a get for a batch of objects."""
-
-    outcomes: list[Outcome]
-    damaged: dict[bytes, int]
-    """Numbers of the CORRUPT objects, by place; the caller removes these objects."""
-
-
 class Reader:
     """Reader of objects, whose methods raise no OSError: failures are counted, and become outcomes or False.
 
@@ -62,11 +53,11 @@ class Reader:
         self._pending = pending
         self._errors = errors
 
-    def present(self, places: Sequence[bytes]) -> list[bool]:
-        """Return for each place whether an undamaged object is stored there; False if the look-up fails."""
+    def present(self, digests: Sequence[bytes]) -> list[bool]:
+        """Return for each digest whether an undamaged object is stored; False if the look-up fails."""
         answers: list[bool] = []
-        for start in range(0, len(places), _KEYS_PER_TRANSACTION):
-            some = places[start : start + _KEYS_PER_TRANSACTION]
+        for start in range(0, len(digests), _KEYS_PER_TRANSACTION):
+            some = digests[start : start + _KEYS_PER_TRANSACTION]
             try:
                 answers += self._environment.read(partial(self._present, some))
             except OSError as error:
@@ -74,56 +65,51 @@ class Reader:
                 answers += [False] * len(some)
         return answers
 
-    def fetch(self, items: Sequence[GetItem]) -> BatchResult:
-        """Read objects into their buffers and verify them."""
-        found = BatchResult([], {})
+    def fetch(self, items: Sequence[GetItem], damaged: dict[bytes, int]) -> list[Outcome]:
+        """Read objects into their buffers and verify them; add numbers of CORRUPT ones to `damaged`."""
+        outcomes: list[Outcome] = []
         for batch in batches(items, _size, _OBJECTS_PER_TRANSACTION, _OBJECTS_PER_TRANSACTION * _SMALL_BYTES):
-            for item, outcome in zip(batch, self._fetch_together(batch), strict=True):
-                found.outcomes.append(outcome or self._fetch_alone(item, found.damaged))
-        return found
+            try:
+                outcomes += self._environment.read(partial(self._read, batch, damaged))
+            except OSError as error:
+                outcomes += [self._errors.failed("a get", error)] * len(batch)
+        return outcomes
 
-    def _fetch_together(self, items: Sequence[GetItem]) -> Sequence[Outcome | None]:
-        """Read small objects in one transaction: HIT or MISS for each, or None.
-
-        None: this item must be read alone, because something about it is unusual, or because something
-        failed. Then its buffers may have been written to.
-        """
-        if len(items) > 1 and not self._pending.any_damaged():
-            with suppress(OSError):  # `_fetch_alone` meets it too, and knows the object
-                return self._environment.read(partial(self._read_together, items))
-        return [None] * len(items)
-
-    def _fetch_alone(self, item: GetItem, damaged: dict[bytes, int]) -> Outcome:
-        """Read one object into its buffers and verify it; add a CORRUPT one to `damaged`."""
-        if len(item.key.digest) != DIGEST_BYTES:
-            return Outcome.MISS
-        try:
-            return self._environment.read(partial(self._fetch, item, damaged))
-        except OSError as error:
-            self._errors.failed("a get", error)
-            return Outcome.ERROR
-
-    def _present(self, places: Sequence[bytes], txn: Any) -> list[bool]:
+    def _present(self, digests: Sequence[bytes], txn: Any) -> list[bool]:
         # A digest of another length may be no key of LMDB's at all.
-        get, objects = txn.get, self._environment.objects
-        if not self._pending.any_damaged():
-            return [len(place) == DIGEST_BYTES and get(place, db=objects) is not None for place in places]
-        found = [get(place, db=objects) if len(place) == DIGEST_BYTES else None for place in places]
+        get, db, pending = txn.get, self._environment.objects, self._pending
+        found = [get(digest, db=db) if len(digest) == DIGEST_BYTES else None for digest in digests]
+        if not pending.damaged:
+            return [value is not None for value in found]
         return [
-            value is not None and not self._pending.is_damaged(place, proof_of(value)[0])
-            for place, value in zip(places, found, strict=True)
+            value is not None and not pending.is_damaged(digest, proof_of(value)[0])
+            for digest, value in zip(digests, found, strict=True)
+        ]
+
+    def _read(self, items: Sequence[GetItem], damaged: dict[bytes, int], txn: Any) -> list[Outcome]:
+        """Read objects in one transaction into their buffers; add those that are CORRUPT to `damaged`."""
+        together = len(items) > 1 and not self._pending.damaged
+        found = self._read_together(items, txn) if together else [None] * len(items)
+        return [
+            outcome or self._read_alone(item, damaged, txn)
+            for item, outcome in zip(items, found, strict=True)
         ]
 
     def _read_together(self, items: Sequence[GetItem], txn: Any) -> list[Outcome | None]:
-        places = [place_of(item.key.digest) for item in items]
-        if any(len(place) != DIGEST_BYTES for place in places):
+        """Read small objects with few calls of LMDB: HIT or MISS for each, or None.
+
+        None: this item must be read alone, because something about it is unusual; its buffers may have been
+        written to.
+        """
+        digests = [item.key.digest for item in items]
+        if any(len(digest) != DIGEST_BYTES for digest in digests):
             return [None] * len(items)
         with txn.cursor(self._environment.objects) as cursor:
-            stored = cursor.getmulti(places)
+            stored = cursor.getmulti(digests)
         present: Iterable[int] = range(len(items))
         if len(stored) < len(items):
             there = {bytes(key) for key, _ in stored}
-            present = [i for i, place in enumerate(places) if place in there]
+            present = [i for i, digest in enumerate(digests) if digest in there]
         outcomes: list[Outcome | None] = [Outcome.MISS] * len(items)
         wanted: list[tuple[int, int, bytes, bytes]] = []  # index of the item, its pieces, checksum and MAC
         keys: list[bytes] = []  # keys of all pieces
@@ -134,7 +120,7 @@ class Reader:
             if length == wanted_length and len(buffers) == 1 and usable(buffers, length, writable=True):
                 parts = len(piece_sizes(length, self._environment.page_bytes))
                 wanted.append((i, parts, proof, mac))
-                keys += part_keys(number, parts)
+                keys += [part_key(number, part) for part in range(parts)]
         with txn.cursor(self._environment.parts) as cursor:
             pieces = cursor.getmulti(keys)
         if len(pieces) < len(keys):  # some payload is stored in shorter pieces, or a piece is missing
@@ -151,29 +137,30 @@ class Reader:
             at += parts
         return outcomes
 
-    def _fetch(self, item: GetItem, damaged: dict[bytes, int], txn: Any) -> Outcome:
+    def _read_alone(self, item: GetItem, damaged: dict[bytes, int], txn: Any) -> Outcome:
         key, buffers, length = item
-        place = place_of(key.digest)
-        value = txn.get(place, db=self._environment.objects)
+        digest = key.digest
+        value = txn.get(digest, db=self._environment.objects) if len(digest) == DIGEST_BYTES else None
         if value is None:
             return Outcome.MISS
         record = Record.unpack(value)
-        if self._pending.is_damaged(place, record.number):
+        if self._pending.is_damaged(digest, record.number):
             return Outcome.MISS
         with txn.cursor(self._environment.parts) as cursor:
             if record.length == length and usable(buffers, length, writable=True):
                 # Check what is in the buffers, and not the map, because the caller will use the former.
-                copier = _Copier(buffers, (verifier := self._mac_key.verifier(key, length)).add)
-                whole = _walk(cursor, record.number, length, copier.put)
-                copier.end()
-                if whole and verifier.matches(record.checksums):
-                    return Outcome.HIT
+                verifier = self._mac_key.verifier(key, length)
+                pieces = _pieces(cursor, record.number, length)
+                if pieces is not None:
+                    _copy(pieces, buffers, verifier.add)
+                    if verifier.matches(record.checksums):
+                        return Outcome.HIT
             # A mismatch has two possible causes: another process wrote to the caller's (shared) buffers
             # during the copy, or the stored bytes are damaged. Only damage is a reason to drop the object. So
             # check the bytes in the map, which no caller can change.
             if self._is_sound(cursor, key, record):
                 return Outcome.ERROR
-        damaged[place] = record.number
+        damaged[digest] = record.number
         return Outcome.CORRUPT
 
     def _is_sound(self, cursor: Any, key: ObjectKey, record: Record) -> bool:
@@ -182,59 +169,43 @@ class Reader:
         Raises DamagedError where pieces are missing or too long: damage to a payload alone changes no length.
         """
         verifier = self._mac_key.verifier(key, record.length)
-        if not _walk(cursor, record.number, record.length, lambda piece: verifier.add((piece,))):
+        pieces = _pieces(cursor, record.number, record.length)
+        if pieces is None:
             raise DamagedError(EIO, f"the {record.length} bytes of an object are not there")
+        verifier.add(pieces)
         return verifier.matches(record.checksums)
 
 
-class _Copier:
-    """Copier of pieces into buffers, in order, which passes them to `verify` while they are cached.
+def _pieces(cursor: Any, number: int, length: int) -> list[memoryview] | None:
+    """Return the pieces of a payload; None where a piece is missing or too long."""
+    pieces: list[memoryview] = []
+    if cursor.set_range(part_key(number, 0)):
+        for part, (key, piece) in enumerate(cursor.iternext()):
+            length -= piece.nbytes
+            if length < 0 or key != part_key(number, part):
+                break
+            pieces.append(piece)
+            if not length:
+                return pieces
+    return None
 
-    Thread safety: one thread uses it.
-    """
 
-    def __init__(self, buffers: Sequence[memoryview], verify: Verify) -> None:
-        self._buffers = iter(buffers)
-        self._target = np.empty(0, np.uint8)
-        self._verify = verify
-        self._filled = self._verified = 0
-
-    def put(self, piece: memoryview) -> None:
-        """Copy the next piece."""
-        #   the present buffer   | verified | filled, in the processor's cache |      |
-        #                        0      _verified                           _filled
-        source = np.frombuffer(piece, np.uint8)
-        while len(source):
-            if self._filled == len(self._target):
-                self.end()
-                self._target = np.frombuffer(next(self._buffers), np.uint8)
-                self._filled = self._verified = 0
-            start, self._filled = self._filled, min(self._filled + len(source), len(self._target))
+def _copy(pieces: Sequence[memoryview], buffers: Sequence[memoryview], verify: Verify) -> None:
+    """Copy pieces into buffers, and pass what was copied to `verify` while it is cached."""
+    copied: list[memoryview] = []
+    nbytes = 0
+    for piece, targets in zip(pieces, cut(buffers, map(len, pieces)), strict=False):
+        source, at = np.frombuffer(piece, np.uint8), 0
+        for target in targets:
             # numpy releases the GIL while it copies; an assignment of views does not.
-            np.copyto(self._target[start : self._filled], source[: self._filled - start])
-            source = source[self._filled - start :]
-        if self._filled - self._verified >= _CACHED_BYTES:
-            self.end()
-
-    def end(self) -> None:
-        """Pass the bytes that were filled since the last call to `verify`."""
-        if self._filled > self._verified:
-            self._verify((self._target[self._verified : self._filled].data,))
-            self._verified = self._filled
-
-
-def _walk(cursor: Any, number: int, length: int, use: Callable[[memoryview], None]) -> bool:
-    """Pass the pieces of a payload to `use`; return False where a piece is missing or too long."""
-    if not cursor.set_range(part_key(number, 0)):
-        return False
-    for part, (key, piece) in enumerate(cursor.iternext()):
-        length -= piece.nbytes
-        if length < 0 or key != part_key(number, part):
-            return False
-        use(piece)
-        if not length:
-            return True
-    return False
+            np.copyto(np.frombuffer(target, np.uint8), source[at : at + target.nbytes])
+            at += target.nbytes
+        copied += targets
+        nbytes += at
+        if nbytes >= _CACHED_BYTES:
+            verify(copied)
+            copied, nbytes = [], 0
+    verify(copied)
 
 
 def _copy_small(pieces: Sequence[tuple[memoryview, memoryview]], length: int, buffer: memoryview) -> bool:

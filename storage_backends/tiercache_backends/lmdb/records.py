@@ -1,45 +1,37 @@
 """The format of an `lmdb` store's environment, byte by byte.
 
-This is version 2. Integers are little-endian in a `record` and in the values of the keys "facts" and "size".
-All other integers are big-endian: those in keys, because LMDB sorts keys as bytes, and those in the values of
-the keys "gone", "kept" and "named".
+This is version 3. Integers in keys are big-endian, because LMDB sorts keys as bytes; all others are
+little-endian.
 
     DIR/LOCK, OPENING, format           see local/directory.py
     DIR/state                           {"capacity": bytes, if known,
                                          "database": null while the environment is in use; after a clean
                                                      shutdown [size, mtime_ns] of LMDB's file,
                                          "suspect": true if the environment is damaged and not replaced yet}
-    DIR/database/                       the LMDB environment, with five databases, and WRITER, which the
+    DIR/database/                       the LMDB environment, with six databases, and WRITER, which the
                                         writing process holds with flock
 
-    objects:    place of the object, 64 bytes       ->  record
+    objects:    digest of the object, 64 bytes      ->  record
     parts:      u64 object's number, u32 part       ->  one piece of the payload (see below)
-    ages:       u64 tick                            ->  place; the object with the smallest tick was used
+    ages:       u64 tick                            ->  digest; the object with the smallest tick was used
                                                         least recently
+    gone:       u64 tick                            ->  digest of the object that was removed at that tick;
+                                                        only the latest removals are kept
     namespaces: namespace, 1 to 64 bytes            ->  msgpack [id, identity, whether it has states]; the
                                                         identity lacks its secret salt, and may be nil
-    facts:      "facts"                             ->  the six fields of StoreTotals, in order: u64 each
-                "size"                              ->  capacity, map bytes: u64 each
-                "gone", u64 tick                    ->  place, u64 number of the object removed at that tick;
-                                                        only the latest removals are kept
-                "kept"                              ->  u64: the first tick from which all removals are kept
-                "named"                             ->  u64: the latest tick at which a namespace was recorded
-                                                        as having states
+    facts:      "facts"                             ->  the fields of `Facts`, in order: u64 each
 
-    place  = page key (32 bytes), layout digest (32 bytes): the object key's digest with its halves exchanged.
-             Because a place begins with the page key, LMDB sorts the objects of a page next to each other.
     tick   = a counter that stands for time: every change takes the next tick
-    record = u64 number     larger than the numbers of all earlier objects; never used again
+    record = u64 number     the tick at which the object was stored
              u64 tick       of the last use; the object's key in `ages`
              u64 length     payload bytes
              u32 namespace  id
              u32 depth      pages up to the object's end
              u8  flags      1: parent is known, 2: depth is known
-             7 bytes        0
+             15 bytes       pool name, ASCII, filled with zeros
              16 bytes       checksum (storage.checksum)
              16 bytes       MAC (storage.checksum), or zeros if the store has no MAC key
              32 bytes       parent, or zeros
-             rest           pool name, ASCII
 
 Every object has one entry in `ages`, and its payload lies in `parts` in pieces. LMDB stores a value of more
 than half an LMDB page in a run of adjacent LMDB pages, behind a header of 16 bytes. A full piece has 64 KiB
@@ -58,22 +50,40 @@ become a piece of their own (`rest`), which LMDB stores in a leaf of its tree, b
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+
 from tiercache.core import ObjectKey, ObjectMeta, PoolName
 from tiercache.storage.checksum import Checksums
+from tiercache.storage.pages import PAGE_KEY_BYTES
 
-HALF: Final = 32
-"""Bytes of a page key, and of a layout digest."""
-_RECORD: Final = struct.Struct("<QQQIIB7x16s16s32s")
-_PROOF: Final = struct.Struct("<Q8xQ16x16s16s")
+RECORD: Final = np.dtype(
+    {
+        "names": [
+            "number",
+            "tick",
+            "length",
+            "namespace",
+            "depth",
+            "flags",
+            "pool",
+            "checksum",
+            "mac",
+            "parent",
+        ],
+        "formats": ["<u8", "<u8", "<u8", "<u4", "<u4", "u1", "S15", "V16", "V16", f"V{PAGE_KEY_BYTES}"],
+    }
+)
+"""A record as a row of columns, as all records are read at once."""
+_RECORD: Final = struct.Struct("<QQQIIB15s16s16s32s")
+_PROOF: Final = struct.Struct("<Q8xQ24x16s16s")
 _FACTS: Final = struct.Struct("<6Q")
-_SIZE: Final = struct.Struct("<QQ")
-_MAX_POOL: Final = 64
-"""Maximum bytes of a pool's name; a longer one is damaged, and may be said to end behind the file."""
 _TICK: Final = struct.Struct(">Q")
+_END: Final = 1 << 62
+"""Tick that no store reaches."""
 PART_PAGES: Final = 16
 """Number of LMDB pages of a full piece, unless the file has too few long runs of free pages."""
 _PART: Final = struct.Struct(">QI")
@@ -91,81 +101,30 @@ _INLINE_BYTES: Final = 1024
 """Maximum bytes of a piece that lies in a leaf of LMDB's tree."""
 _LENGTHS: Final = 1024
 """Number of payload lengths whose division into pieces is remembered; a model has only few lengths."""
-_PARENT_KNOWN: Final = 1
+PARENT_KNOWN: Final = 1
 _DEPTH_KNOWN: Final = 2
 
 FACTS: Final = b"facts"
-SIZE: Final = b"size"
-_GONE: Final = b"gone"
-_KEPT: Final = b"kept"
-NAMED: Final = b"named"
-
-
-def place_of(digest: bytes) -> bytes:
-    """Return the place of the object with this digest.
-
-    The same exchange of halves turns a place into a digest.
-    """
-    return digest[HALF:] + digest[:HALF]
 
 
 def tick_key(tick: int) -> bytes:
-    """Return the key in `ages` of the object that was last used at `tick`."""
+    """Return the key in `ages` or `gone` of what happened at `tick`."""
     return _TICK.pack(tick)
 
 
-def tick_of(key: bytes) -> int:
-    """Return the tick in a key of `ages`, the inverse of `tick_key`."""
-    return int(_TICK.unpack(key)[0])
-
-
-def gone_key(tick: int) -> bytes:
-    """Return the key in `facts` under which the removal at `tick` is logged."""
-    return _GONE + _TICK.pack(tick)
-
-
-def gone_value(place: bytes, number: int) -> bytes:
-    """Return the value that is logged for the removal of an object."""
-    return place + number.to_bytes(8)
-
-
-def removals(txn: Any, facts: Any, since: int = 0) -> Iterator[tuple[int, bytes, int]]:
-    """Yield tick, place and number of every logged removal from tick `since` on."""
-    with txn.cursor(facts) as walk:
-        found = walk.set_range(gone_key(since))
-        while found and bytes(walk.key()).startswith(_GONE):
-            value = bytes(walk.value())
-            yield (
-                tick_of(bytes(walk.key())[len(_GONE) :]),
-                value[: 2 * HALF],
-                int.from_bytes(value[2 * HALF :]),
-            )
-            found = walk.next()
-
-
-def log_start(txn: Any, facts: Any) -> int:
-    """Return the first tick from which all removals are in the log."""
-    return int.from_bytes(txn.get(_KEPT, b"", db=facts))
-
-
-def forget_removals(txn: Any, facts: Any, before: int) -> None:
-    """Delete the logged removals before a tick."""
-    old = []  # collected first: a deletion during the walk would move the cursor
-    for tick, _, _ in removals(txn, facts):
-        if tick >= before:
-            break
-        old.append(tick)
-    for tick in old:
-        txn.delete(gone_key(tick), db=facts)
-    if old:
-        txn.put(_KEPT, before.to_bytes(8), db=facts)
+def ticks_from(txn: Any, db: Any, since: int) -> Iterator[tuple[int, bytes]]:
+    """Yield tick and digest of every entry of `ages` or `gone` from tick `since` on."""
+    with txn.cursor(db) as walk:
+        if walk.set_range(_TICK.pack(since)):
+            for key, digest in walk:
+                yield _TICK.unpack(key)[0], bytes(digest)
 
 
 def proof_of(value: bytes | memoryview) -> tuple[int, int, bytes, bytes]:
-    """Return number, length, checksum and MAC from a stored record; zeros from a value that is too short."""
-    found: tuple[int, int, bytes, bytes] = _PROOF.unpack_from(
-        value if len(value) > _RECORD.size else bytes(_PROOF.size)
-    )
+    """Return number, length, checksum and MAC from a stored record; raise struct.error if it is none."""
+    if len(value) != _RECORD.size:
+        raise struct.error(f"a record of {len(value)} bytes")
+    found: tuple[int, int, bytes, bytes] = _PROOF.unpack_from(value)
     return found
 
 
@@ -178,45 +137,24 @@ class Record(NamedTuple):
     namespace: int
     depth: int
     flags: int
+    pool: bytes
     checksum: bytes
     mac: bytes
     parent: bytes
-    pool: bytes
-
-    @classmethod
-    def of(
-        cls, number: int, tick: int, key: ObjectKey, meta: ObjectMeta, namespace: int, checksums: Checksums
-    ) -> Record:
-        """Return the record of an object that is being stored now."""
-        known = (meta.parent is not None) * _PARENT_KNOWN | (meta.depth is not None) * _DEPTH_KNOWN
-        return cls(
-            number,
-            tick,
-            meta.length,
-            namespace,
-            meta.depth or 0,
-            known,
-            checksums.checksum,
-            checksums.mac,
-            meta.parent or bytes(HALF),
-            key.pool.encode(),
-        )
 
     @classmethod
     def unpack(cls, value: bytes | memoryview) -> Record:
         """Return the record in a stored value; raise struct.error if it has no length of a record."""
-        if not _RECORD.size < len(value) <= _RECORD.size + _MAX_POOL:
-            raise struct.error(f"a record of {len(value)} bytes")
-        return cls._make((*_RECORD.unpack_from(value), bytes(value[_RECORD.size :])))
+        return cls._make(_RECORD.unpack(value))
 
     def pack(self) -> bytes:
         """Return the bytes that are stored."""
-        return _RECORD.pack(*self[:-1]) + self.pool
+        return _RECORD.pack(*self)
 
     @property
     def depends_on(self) -> bytes:
         """Key of the page on which the object depends; empty where the parent is not known."""
-        return self.parent if self.flags & _PARENT_KNOWN else b""
+        return self.parent if self.flags & PARENT_KNOWN else b""
 
     @property
     def checksums(self) -> Checksums:
@@ -233,52 +171,55 @@ class Record(NamedTuple):
             depth=self.depth if self.flags & _DEPTH_KNOWN else None,
         )
 
-    def key(self, place: bytes) -> ObjectKey | None:
-        """Return the key of the object at `place`; None where this release does not know the pool."""
+    def key(self, digest: bytes) -> ObjectKey | None:
+        """Return the key of the object with a digest; None where this release does not know the pool."""
         try:
-            return ObjectKey(PoolName(self.pool.decode()), place_of(place))
+            return ObjectKey(PoolName(self.pool.rstrip(b"\0").decode()), digest)
         except ValueError:
             return None
 
 
-class StoreTotals(NamedTuple):
-    """Counters of the store as a whole."""
+def record_of(tick: int, key: ObjectKey, meta: ObjectMeta, namespace: int, checksums: Checksums) -> bytes:
+    """Return the record of an object that is stored at this tick."""
+    return _RECORD.pack(
+        tick,
+        tick,
+        meta.length,
+        namespace,
+        meta.depth or 0,
+        (meta.parent is not None) * PARENT_KNOWN | (meta.depth is not None) * _DEPTH_KNOWN,
+        key.pool.encode(),
+        *checksums,
+        meta.parent or b"",
+    )
 
-    next_number: int = 1
+
+class Facts(NamedTuple):
+    """Counters and sizes of the store as a whole."""
+
     next_tick: int = 1
-    objects: int = 0
-    payload_bytes: int = 0
+    named_at: int = 0
+    """Latest tick at which the database `namespaces` was changed."""
     evicted: int = 0
     """Number of objects evicted since the store was made."""
     corrupt: int = 0
     """Number of objects dropped as damaged since the store was made."""
+    capacity: int = 0
+    """Bytes that the whole directory may take, as the user set them; 0 in a new store."""
+    map_bytes: int = 0
+    """Bytes of the capacity that LMDB's map may take."""
 
     @classmethod
-    def unpack(cls, value: bytes | memoryview | None) -> StoreTotals:
-        """Return the stored totals; zero objects if the value is absent or has a wrong length."""
-        return cls(*_FACTS.unpack(value)) if value is not None and len(value) == _FACTS.size else cls()
+    def unpack(cls, value: bytes | memoryview | None) -> Facts:
+        """Return the stored facts, or those of a new store; raise struct.error for impossible ones."""
+        facts = cls() if value is None else cls(*_FACTS.unpack(value))
+        if not 0 < facts.next_tick < _END:
+            raise struct.error(f"a next tick of {facts.next_tick}")
+        return facts
 
     def pack(self) -> bytes:
         """Return the bytes that are stored."""
         return _FACTS.pack(*self)
-
-
-class Size(NamedTuple):
-    """Sizes in bytes on which all processes that share the store agree."""
-
-    capacity: int
-    """Bytes that the whole directory may take, as the user set them."""
-    map_bytes: int
-    """Bytes of the capacity that LMDB's map may take."""
-
-    @classmethod
-    def unpack(cls, value: bytes | None) -> Size | None:
-        """Return the stored size; None in a new store, or where the value has a wrong length."""
-        return cls(*_SIZE.unpack(value)) if value is not None and len(value) == _SIZE.size else None
-
-    def pack(self) -> bytes:
-        """Return the bytes that are stored."""
-        return _SIZE.pack(*self)
 
 
 def part_key(number: int, part: int) -> bytes:
@@ -286,9 +227,18 @@ def part_key(number: int, part: int) -> bytes:
     return _PART.pack(number, part)
 
 
-def part_keys(number: int, parts: int) -> list[bytes]:
-    """Return the keys of the first `parts` pieces of an object's payload."""
-    return [_PART.pack(number, part) for part in range(parts)]
+def cut(buffers: Sequence[memoryview], sizes: Iterable[int]) -> Iterator[list[memoryview]]:
+    """Yield the parts of the buffers, laid end to end, that pieces of these sizes take."""
+    start, index, buffer = 0, 0, buffers[0]
+    for size in sizes:
+        views = [buffer[start : start + size]]
+        start += size
+        while start > buffer.nbytes:  # the piece goes on in the next buffer
+            start -= buffer.nbytes
+            index += 1
+            buffer = buffers[index]
+            views.append(buffer[:start])
+        yield [view for view in views if view.nbytes]
 
 
 @lru_cache(_LENGTHS)

@@ -14,6 +14,7 @@ aside, and the store starts empty (`opening.py`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -41,12 +42,18 @@ from tiercache.storage.gate import CallGate
 from tiercache.storage.store_events import Following
 from tiercache_backends.lmdb.environment import ErrorCounters
 from tiercache_backends.lmdb.mirror import Mirror
-from tiercache_backends.lmdb.opening import KIND, SMALLEST_CAPACITY, VERSION, open_environment
+from tiercache_backends.lmdb.opening import (
+    KIND,
+    SMALLEST_CAPACITY,
+    VERSION,
+    close_environment,
+    open_environment,
+)
 from tiercache_backends.lmdb.reading import Reader
-from tiercache_backends.lmdb.records import FACTS, Record, StoreTotals, place_of
+from tiercache_backends.lmdb.records import Record
 from tiercache_backends.lmdb.transaction import Pending, names_in
 from tiercache_backends.lmdb.writing import BatchWriter
-from tiercache_backends.local.directory import StoreDirectory
+from tiercache_backends.local.directory import StoreDirectory, tree_bytes
 from tiercache_backends.local.settings import check_capacity, local_settings, opens_read_only, refused
 
 _EXAMPLE: Final = "lmdb:///var/lib/tiercache-lmdb?capacity=8GiB"
@@ -89,6 +96,7 @@ class LmdbBackend(StorageBackend):
         access: str = "",
     ) -> None:  # fmt: skip
         env, mac_key = env or Env(), mac_key or MacKey()
+        self._env = env
         self._read_only = opens_read_only(access, capacity)
         self._gate = CallGate(f"the store in {path}", env.getpid)
         self._power = durability == "power"
@@ -97,7 +105,7 @@ class LmdbBackend(StorageBackend):
         )
         self._environment = self._store.environment
         self._errors = ErrorCounters(path)
-        self._pending = Pending(self._environment, self._errors)
+        self._pending = Pending()
         self._reader = Reader(self._environment, mac_key, self._pending, self._errors)
         self._mirror = Mirror(self._environment)
         self._following = Following("lmdb-changes", _FOLLOW_S, self._follow)
@@ -119,7 +127,7 @@ class LmdbBackend(StorageBackend):
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate:
-            return self._reader.present([place_of(key.digest) for key in keys])
+            return self._reader.present([key.digest for key in keys])
 
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
         return self._get(items)
@@ -129,98 +137,129 @@ class LmdbBackend(StorageBackend):
 
     def _get(self, items: Sequence[GetItem], *, is_use: bool = True) -> list[Outcome]:
         with self._gate:
-            outcomes, damaged = self._reader.fetch(items)
+            damaged: dict[bytes, int] = {}
+            outcomes = self._reader.fetch(items, damaged)
             if self._read_only:  # do not remove damaged objects, and record no use
                 return outcomes
             if damaged:
-                self._pending.drop(damaged)
-            if not is_use:
-                return outcomes
-            # A get never waits for a writer: some later write transaction writes these uses to LMDB.
-            used = [
-                place_of(item.key.digest)
-                for item, outcome in zip(items, outcomes, strict=True)
-                if outcome is Outcome.HIT
-            ]
-            self._pending.touch(used)
-            self._mirror.note(used)
+                self._pending.hide(damaged)
+                self._writer.flush()
+            if is_use:
+                # A get never waits for a writer: some later write transaction writes these uses to LMDB.
+                self._note_uses(
+                    [
+                        item.key.digest
+                        for item, outcome in zip(items, outcomes, strict=True)
+                        if outcome is Outcome.HIT
+                    ]
+                )
             return outcomes
+
+    def _note_uses(self, digests: Sequence[bytes], *, brought: bool = False) -> None:
+        if self._pending.note_uses(digests, brought=brought):
+            self._writer.flush()
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
             if self._read_only:
-                return refused(items, self._reader.present([place_of(item.key.digest) for item in items]))
+                return refused(items, self._reader.present([item.key.digest for item in items]))
             try:
                 self._store.directory.check_there()
             except OSError as error:
                 failed = self._errors.failed("a set", error)
                 return [failed if storable(item) else Outcome.ERROR for item in items]
             # An object may occur several times in a batch: the first item is stored, the others are HITs.
-            storable_places = {i: place_of(item.key.digest) for i, item in enumerate(items) if storable(item)}
-            first: dict[bytes, int] = {}  # index of the first item of each place
-            for i, place in storable_places.items():
-                first.setdefault(place, i)
+            first: dict[bytes, int] = {}
+            for i, item in enumerate(items):
+                if storable(item):
+                    first.setdefault(item.key.digest, i)
             # Look the objects up in read transactions first: stored objects need no writer lock.
             there = dict(zip(first, self._reader.present(list(first)), strict=True))
-            stored = self._writer.store(
-                {place: items[i] for place, i in first.items() if not there[place]}, list(first)
-            )
-            self._pending.touch([place for place in first if there[place]])
+            self._note_uses([digest for digest in first if there[digest]], brought=True)
+            missing = {digest: items[i] for digest, i in first.items() if not there[digest]}
+            stored = self._writer.store(missing, first) if missing else {}
             outcomes = [Outcome.ERROR] * len(items)
-            for i, place in storable_places.items():
-                outcome = stored.get(place, Outcome.HIT)
-                outcomes[i] = Outcome.HIT if outcome is Outcome.STORED and first[place] != i else outcome
+            for i, item in enumerate(items):
+                if (digest := item.key.digest) in first and (first[digest] == i or storable(item)):
+                    outcome = stored.get(digest, Outcome.HIT)
+                    again = outcome is Outcome.STORED and first[digest] != i
+                    outcomes[i] = Outcome.HIT if again else outcome
             return outcomes
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate:
             if self._read_only:
                 return [False] * len(keys)
-            places = dict.fromkeys(place_of(key.digest) for key in keys if len(key.digest) == DIGEST_BYTES)
-            gone = self._pending.remove(list(places))
+            digests = dict.fromkeys(key.digest for key in keys if len(key.digest) == DIGEST_BYTES)
+            gone = self._writer.remove(list(digests))
             # Without this sync, a power cut could undo the last transaction and bring deleted objects back.
             if gone and not self._power:
                 try:
                     self._environment.sync()
                 except OSError as error:
                     self._errors.failed("syncing a deletion", error)
-            return first_of_each(keys, {place_of(place) for place in gone})
+            return first_of_each(keys, gone)
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
+        def work(txn: Any) -> ScanPage:
+            found = self._environment.objects_after(txn, cursor[:DIGEST_BYTES], _ENTRIES_PER_TRANSACTION)
+            entries = [entry for entry in self._entries(txn, found) if entry is not None]
+            return ScanPage(
+                [entry for entry in entries if namespace in (None, entry.meta.namespace)],
+                found[-1][0] if len(found) == _ENTRIES_PER_TRANSACTION else b"",
+            )
+
         with self._gate, self._readable("a scan"):
-            return self._environment.read(partial(self._scan_batch, namespace, cursor))
+            return self._environment.read(work)
 
     def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
         with self._gate, self._readable("a description"):
-            return self._described([place_of(key.digest) for key in keys])
+            return self._described([key.digest for key in keys])
 
-    def _described(self, places: Sequence[bytes]) -> list[ScanEntry | None]:
-        entries: list[ScanEntry | None] = []
-        for start in range(0, len(places), _ENTRIES_PER_TRANSACTION):
-            entries += self._environment.read(
-                partial(self._entries, places[start : start + _ENTRIES_PER_TRANSACTION])
+    def _described(self, digests: Sequence[bytes]) -> list[ScanEntry | None]:
+        def work(txn: Any) -> list[ScanEntry | None]:
+            get, objects = txn.get, self._environment.objects
+            return self._entries(
+                txn, [(d, get(d, db=objects) if len(d) == DIGEST_BYTES else None) for d in some]
             )
+
+        entries: list[ScanEntry | None] = []
+        for start in range(0, len(digests), _ENTRIES_PER_TRANSACTION):
+            some = digests[start : start + _ENTRIES_PER_TRANSACTION]
+            entries += self._environment.read(work)
+        return entries
+
+    def _entries(self, txn: Any, found: Sequence[tuple[bytes, Any]]) -> list[ScanEntry | None]:
+        """Return the scan entries of objects, digest and record each; None where one cannot be read."""
+        names = names_in(self._environment, txn)
+        entries: list[ScanEntry | None] = []
+        for digest, value in found:
+            record = None if value is None else Record.unpack(value)
+            key = None if record is None else record.key(digest)
+            if record is None or key is None or self._pending.is_damaged(digest, record.number):
+                entries.append(None)
+            else:
+                entries.append(ScanEntry(key, record.meta(names.name(record.namespace))))
         return entries
 
     def coldest(self, nbytes: int) -> Sequence[ScanEntry]:
         with self._gate, self._readable("looking for the coldest objects"):
             with self._mirror.lock:
                 self._mirror.refresh()
-                residents, survey = self._mirror.residents, self._mirror.order.survey()
+                self._pending.tell_uses(residents := self._mirror.residents)
+                survey = self._mirror.order.survey()
             found = survey.coldest(nbytes)
             with self._mirror.lock:
-                there = residents.still_there(*found).tolist()
-                places = [place_of(residents.digest(row)) for row in there]
-            return [entry for entry in self._described(places) if entry is not None]
+                digests = [residents.digest(row) for row in residents.still_there(*found).tolist()]
+            return [entry for entry in self._described(digests) if entry is not None]
 
     def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
         with self._gate:
             if len(values) or self._read_only:  # uses rank here, and not values
                 return
-            places = [place_of(key.digest) for key in keys]
-            with suppress(StorageError):
-                there = self._reader.present(places)
-                self._pending.touch([place for place, yes in zip(places, there, strict=True) if yes])
+            digests = [key.digest for key in keys]
+            there = self._reader.present(digests)
+            self._note_uses([digest for digest, yes in zip(digests, there, strict=True) if yes])
 
     def watch(self, note: ChangeNote | None) -> bool:
         with self._gate:
@@ -232,38 +271,42 @@ class LmdbBackend(StorageBackend):
     def register_namespace(self, record: NamespaceRecord) -> None:
         with self._gate:
             if record.is_possible and not self._read_only:
-                self._pending.register(record)
+                self._pending.add_namespace(record)
+                self._writer.flush()  # if that fails, a later transaction repeats it
 
     def namespaces(self) -> list[NamespaceRecord]:
         with self._gate, self._readable("reading the namespaces"):
-            known = self._environment.read(partial(names_in, self._environment))
-            return [name.record for name in known.values() if name.record is not None]
+            return list(self._environment.read(partial(names_in, self._environment)).records.values())
 
     def usage(self) -> Usage:
         with self._gate, self._readable("counting what is used"):
-            facts, pages = self._environment.read(self._totals)
-            disk = self._store.disk_bytes()
+            environment, directory = self._environment, self._store.directory
+            facts, pages = environment.read(
+                lambda txn: (environment.facts_in(txn), environment.used_pages(txn))
+            )
+            disk = tree_bytes(self._env, directory.path)
             # Do not count free LMDB pages of the file: LMDB uses them before it lets the file grow.
-            used = disk - max(0, self._store.data_bytes() - pages * self._environment.page_bytes)
+            there = tree_bytes(self._env, os.path.join(directory.database, "data.mdb"))
+            used = disk - max(0, there - pages * environment.page_bytes)
             with self._mirror.lock:
                 self._mirror.refresh()
-                hidden, hidden_bytes = self._mirror.hidden(self._pending.damaged())
+                hidden, hidden_bytes = self._mirror.hidden(self._pending.damaged)
                 residents = self._mirror.residents
                 objects, payload = residents.count - hidden, residents.payload - hidden_bytes
                 worth = residents.pages.worth()
-            budget = self._environment.budget
+            budget = environment.budget
             figures = {
                 **worth._asdict(),
                 **self._errors.figures(),
                 "map_pages_used": pages,
                 "disk_bytes": disk,
-                "readers": len(self._environment.readers()),
+                "readers": len(environment.readers()),
                 "evicted": facts.evicted,
                 "corrupt": facts.corrupt,
                 "map_pages": budget.map_pages,
                 "map_pages_limit": budget.limit,
                 "disk_is_short": int(budget.is_short),
-                "recency_waiting": self._pending.waiting(),
+                "recency_waiting": self._pending.uses_waiting(),
             }
             return Usage(objects, payload, used, self._store.capacity, figures)
 
@@ -274,17 +317,19 @@ class LmdbBackend(StorageBackend):
             try:
                 self._store.directory.check_there()
                 self._environment.check_there()
-                self._pending.flush()
+                self._writer.flush()
                 self._environment.sync()
             except OSError as error:
-                raise StorageError(f"the store in {self._store.path} cannot be flushed: {error}") from error
+                raise StorageError(
+                    f"the store in {self._store.directory.path} cannot be flushed: {error}"
+                ) from error
 
     def close(self) -> None:
         if self._gate.close():
             self._following.close()
             if not self._read_only:
-                self._pending.flush()
-            self._store.close()
+                self._writer.flush()
+            close_environment(self._store)
 
     def _follow(self) -> None:
         """Let the mirror tell of what has changed, if anybody watches."""
@@ -299,43 +344,6 @@ class LmdbBackend(StorageBackend):
             yield
         except OSError as error:
             self._errors.failed(what, error)
-            raise StorageError(f"the store in {self._store.path} cannot be read: {error}") from error
-
-    def _totals(self, txn: Any) -> tuple[StoreTotals, int]:
-        return StoreTotals.unpack(txn.get(FACTS, db=self._environment.facts)), self._environment.used_pages(
-            txn
-        )
-
-    def _scan_batch(self, namespace: bytes | None, cursor: bytes, txn: Any) -> ScanPage:
-        names = self._names(txn)
-        entries: list[ScanEntry] = []
-        seen = 0
-        with txn.cursor(self._environment.objects) as walk:
-            found = walk.set_range(cursor[:DIGEST_BYTES] + b"\0" if cursor else b"\0")
-            while found and seen < _ENTRIES_PER_TRANSACTION:
-                place = bytes(walk.key())
-                entry = self._entry(place, walk.value(), names)
-                seen += 1
-                if entry is not None and namespace in (None, entry.meta.namespace):
-                    entries.append(entry)
-                found = walk.next()
-            return ScanPage(entries, place if found else b"")
-
-    def _entries(self, places: Sequence[bytes], txn: Any) -> list[ScanEntry | None]:
-        names = self._names(txn)
-        entries: list[ScanEntry | None] = []
-        for place in places:
-            value = txn.get(place, db=self._environment.objects) if len(place) == DIGEST_BYTES else None
-            entries.append(None if value is None else self._entry(place, value, names))
-        return entries
-
-    def _entry(self, place: bytes, value: Any, names: Mapping[int, bytes]) -> ScanEntry | None:
-        """Return the scan entry of the object at a place; None where the object cannot be read."""
-        record = Record.unpack(value)
-        key = record.key(place)
-        if key is None or self._pending.is_damaged(place, record.number):
-            return None
-        return ScanEntry(key, record.meta(names.get(record.namespace, b"")))
-
-    def _names(self, txn: Any) -> dict[int, bytes]:
-        return {name.number: namespace for namespace, name in names_in(self._environment, txn).items()}
+            raise StorageError(
+                f"the store in {self._store.directory.path} cannot be read: {error}"
+            ) from error

@@ -1,49 +1,44 @@
-"""Changes to the five databases within one write transaction, and small changes that wait for one."""
+"""Changes within one write transaction, and small changes that wait for one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from errno import EIO
-from itertools import chain, count, islice
+from itertools import chain, islice
 from threading import Lock
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from tiercache.storage.base import NamespaceRecord, SetItem
 from tiercache.storage.checksum import Checksums
-from tiercache_backends.lmdb.environment import DamagedError, Environment, ErrorCounters
+from tiercache.storage.residents import Residents, add_all
+from tiercache.storage.restorable import Admissibility, hold_new
+from tiercache_backends.lmdb.environment import DamagedError, Environment
 from tiercache_backends.lmdb.records import (
     FACTS,
-    HALF,
-    NAMED,
     Record,
-    StoreTotals,
-    forget_removals,
-    gone_key,
-    gone_value,
+    cut,
+    pages_for,
     part_key,
     piece_sizes,
+    record_of,
     tick_key,
-    tick_of,
+    ticks_from,
 )
-from tiercache_backends.local.directory import is_full
-from tiercache_backends.local.names import Name, pack_name, unpack_name
+from tiercache_backends.local.names import Names
 
 _YOUNG: Final = 4
-"""Divisor: an object counts as young (just used) if its tick is in the newest quarter of all ticks in use.
+"""Divisor: an object counts as young (just used) if its tick is among as many as a quarter of the objects.
 
 A young object is not touched again, because a slightly later place in the eviction order is not worth the
 LMDB pages that the change would write.
 """
 _MIN_YOUNG: Final = 16
 """Minimum number of the newest ticks that count as young."""
-_MAX_LOGGED: Final = 8192
-"""Maximum number of the newest ticks for which removals are logged."""
-_MIN_LOGGED: Final = 256
-"""Minimum number of the newest ticks for which removals are logged.
-
-Between the minimum and the maximum, this number equals the number of LMDB pages of the map.
-"""
+_FEW: Final = 8
+"""If a chunk has fewer pages than this, admitting them one by one is faster than using NumPy."""
 _MAX_WAITING: Final = 4096
 """Maximum number of objects whose recency, or whose removal as damaged, waits for another write.
 
@@ -52,69 +47,147 @@ are kept waiting.
 """
 
 
+class NewObject(NamedTuple):
+    """One object to store."""
+
+    digest: bytes
+    page: bytes
+    """Key of the object's page."""
+    item: SetItem
+    checksums: Checksums
+    pages: int
+    """Number of LMDB pages that the object takes."""
+
+    def in_short_pieces(self, page_bytes: int) -> NewObject:
+        """Return the object with the number of LMDB pages that it takes in pieces of one page."""
+        return self._replace(pages=pages_for(self.item.meta.length, page_bytes, 1))
+
+    @property
+    def attached(self) -> bool:
+        """Whether the object is attached to its page, as a state is; otherwise the object is the page."""
+        return self.item.meta.parent == self.page
+
+
 class Transaction:
-    """Changes of one LMDB write transaction, which keep the five databases consistent.
+    """Changes of one LMDB write transaction, which keep the databases consistent, and the table in step.
 
-    The caller must call `save` at the end, unless nothing was changed.
+    It is the `eviction.Taker` of its evictions.
 
-    Thread safety: only the thread of the transaction uses it.
+    What is removed leaves the table at once, so that an eviction goes on without it; what is stored comes
+    into it with `finish`. The mirror calls `save` before the commit and `finish` after it.
+
+    `residents`: the table, and `whole` says whether it has all objects; if not, it has none.
+
+    Thread safety: only the thread of the transaction uses it, which holds the mirror's lock.
     """
 
-    def __init__(self, environment: Environment, txn: Any) -> None:
+    def __init__(
+        self, environment: Environment, txn: Any, residents: Residents, names: Names, *, whole: bool
+    ) -> None:
         self._environment = environment
         self._txn = txn
-        self.totals = StoreTotals.unpack(txn.get(FACTS, db=environment.facts))
-        self._young_from: int | None = None
-        """First tick that counts as young; None until `_is_young` needs it."""
+        self.residents: Final = residents
+        self.names: Final = names
+        self.whole: Final = whole
+        self.facts = self._found = environment.facts_in(txn)
+        self._held: dict[bytes, int] = {}
+        """Nodes of pages that stay during this transaction, by page key."""
+        self._expected: list[int] = []
+        """Nodes of page objects that this transaction may store."""
+        self._added: tuple[Sequence[NewObject], int] = (), 0
+        """Objects that this transaction stores, and the number of the first."""
+        self._parts: Any = None
+        """Cursor for the removal of pieces, from the first removal on."""
+        self._leaving: list[tuple[int, bytes, bytes | None]] = []
+        """Objects that this transaction removes from the table: row, digest, and parent if known."""
+        self._at_commit: list[Callable[[], None]] = []
         self._has_removed = False
-        self._namespaces: dict[bytes, int] = {}
+        self.evicted = 0
+        """Number of objects that were evicted; see `may_evict`."""
 
-    def find(self, place: bytes) -> Record | None:
-        """Return the record of the object at `place`; None where there is none."""
-        value = self._txn.get(place, db=self._environment.objects)
+    @property
+    def has_named(self) -> bool:
+        """Whether this transaction changed `names`."""
+        return self.facts.named_at != self._found.named_at
+
+    def find(self, digest: bytes) -> Record | None:
+        """Return the record of an object; None where there is none."""
+        value = self._txn.get(digest, db=self._environment.objects)
         return None if value is None else Record.unpack(value)
 
-    def tick(self) -> int:
+    def take_tick(self) -> int:
         """Take the next tick, which is newer than all earlier ticks.
 
         Every change takes a tick, in the order of transactions. Mirrors rely on that order.
         """
-        tick = self.totals.next_tick
-        self.totals = self.totals._replace(next_tick=tick + 1)
+        tick = self.facts.next_tick
+        self.facts = self.facts._replace(next_tick=tick + 1)
         return tick
 
-    def follows(self, place: bytes, above: bytes) -> bool:
-        """Return whether the page object at `place` is, or descends from, the page object at `above`."""
-        seen: set[bytes] = set()
-        while place != above and place not in seen:
-            seen.add(place)
-            record = self.find(place)
-            if record is None or not record.depends_on:
-                return False
-            place = record.depends_on + place[HALF:]
-        return place == above
+    def hold(self, page: bytes) -> int:
+        """Keep a page and all pages before it until `finish`; return its node."""
+        node = self._held.get(page)
+        if node is None:
+            node = self._held[page] = self.residents.pages.hold(page)
+        return node
 
-    def add(self, objects: Sequence[tuple[bytes, SetItem, Checksums]], part_pages: int) -> None:
-        """Store objects that are not there yet, in pieces of at most `part_pages` LMDB pages.
+    def held(self) -> Iterable[int]:
+        """Return the nodes of all pages that are held."""
+        return self._held.values()
 
-        `objects`: place, item and checksums of each. Raises DamagedError where the store has a piece
-        with the number of one of these objects or a larger number.
+    def hold_new(self, news: Sequence[NewObject]) -> bool:
+        """Admit pages of one sequence at once; return False, with nothing changed, if they are not that.
+
+        This does the same as `admit` for each of them, several times as fast.
+        """
+        namespaces = {new.item.meta.namespace for new in news}
+        if self._held or len(news) < _FEW or len(namespaces) > 1 or any(new.attached for new in news):
+            return False
+        held = hold_new(
+            self.residents.pages,
+            [new.page for new in news],
+            [new.item.meta.parent for new in news],
+            [new.item.meta.depth or 0 for new in news],
+            self.namespace_id(*namespaces),
+        )
+        if held is None:
+            return False
+        self._held, self._expected = held, [held[new.page] for new in news]
+        return True
+
+    def admit(self, new: NewObject) -> Admissibility:
+        """Return whether an object may be stored; if so, objects after it may follow it."""
+        meta, pages = new.item.meta, self.residents.pages
+        node = self.hold(new.page)
+        parent = None if meta.parent is None else self.hold(meta.parent)
+        namespace_id = self.namespace_id(meta.namespace)
+        verdict = pages.admissibility(node, parent, meta.depth or 0, namespace_id)
+        if verdict is Admissibility.FINE and not new.attached:
+            pages.expect(node, meta.depth or 0, namespace_id)
+            self._expected.append(node)
+        return verdict
+
+    def is_promising(self, new: NewObject) -> bool:
+        """Return whether a restore could use an admitted object as soon as all of them are stored."""
+        number = self.names.ids[new.item.meta.namespace]
+        return self.residents.pages.is_promising(self._held[new.page], number, attached=new.attached)
+
+    def add(self, news: Sequence[NewObject], part_pages: int) -> None:
+        """Store admitted objects, once in a transaction, in pieces of at most `part_pages` LMDB pages.
+
+        Raises DamagedError where the store has a piece of a newer object.
         """
         # Write one entry per piece in `parts`, and one in each of `objects` and `ages`. All entries of a
         # database are written in one call.
-        facts, page_bytes = self.totals, self._environment.page_bytes
         pieces: list[Iterator[tuple[bytes, memoryview | bytes]]] = []
         records: list[tuple[bytes, bytes]] = []
         ages: list[tuple[bytes, bytes]] = []
-        numbers, ticks = count(facts.next_number), count(facts.next_tick)
-        for (place, item, checksums), number, tick in zip(objects, numbers, ticks, strict=False):
+        page_bytes, ids = self._environment.page_bytes, self.names.ids
+        for tick, (digest, _, item, checksums, _) in enumerate(news, self.facts.next_tick):
             meta = item.meta
-            record = Record.of(number, tick, item.key, meta, self.namespace_id(meta.namespace), checksums)
-            sizes = piece_sizes(meta.length, page_bytes, part_pages)
-            pieces.append(_pieces(number, item.buffers, sizes))
-            records.append((place, record.pack()))
-            # The tick in the record is also the object's key in `ages`.
-            ages.append((tick_key(tick), place))
+            pieces.append(_pieces(tick, item.buffers, piece_sizes(meta.length, page_bytes, part_pages)))
+            records.append((digest, record_of(tick, item.key, meta, ids[meta.namespace], checksums)))
+            ages.append((tick_key(tick), digest))
         for db, entries in ((self._environment.objects, sorted(records)), (self._environment.ages, ages)):
             with self._txn.cursor(db) as cursor:
                 cursor.putmulti(entries)
@@ -124,152 +197,172 @@ class Transaction:
             taken, added = cursor.putmulti(chain.from_iterable(pieces), append=True)
         if added < taken:
             raise DamagedError(EIO, "the store holds a part of an object that was never stored")
-        self.totals = facts._replace(
-            next_number=facts.next_number + len(objects),
-            next_tick=facts.next_tick + len(objects),
-            objects=facts.objects + len(objects),
-            payload_bytes=facts.payload_bytes + sum(item.meta.length for _, item, _ in objects),
-        )
+        self._added = news, self.facts.next_tick
+        self.facts = self.facts._replace(next_tick=self.facts.next_tick + len(news))
 
-    def remove(self, place: bytes, record: Record) -> None:
+    def remove(self, digest: bytes, record: Record) -> None:
         """Delete an object with all of its entries, and log the removal."""
         first = part_key(record.number, 0)
-        with self._txn.cursor(self._environment.parts) as cursor:
-            found = cursor.set_range(first)
-            while (
-                found and cursor.key()[:8] == first[:8]
-            ):  # the object's number begins the keys of its pieces
-                cursor.delete()
-                found = bool(cursor.key())
-        self._txn.delete(place, db=self._environment.objects)
-        self._forget_age(place, record.tick)
-        self._txn.put(gone_key(self.tick()), gone_value(place, record.number), db=self._environment.facts)
+        if self._parts is None:
+            self._parts = self._txn.cursor(self._environment.parts)
+        found = self._parts.set_range(first)
+        while found and self._parts.key()[:8] == first[:8]:  # the number begins the keys of all pieces
+            self._parts.delete()
+            found = bool(self._parts.key())
+        self._txn.delete(digest, db=self._environment.objects)
+        self._forget_age(digest, record.tick)
+        self._txn.put(tick_key(self.take_tick()), digest, db=self._environment.gone)
         self._has_removed = True
-        facts = self.totals
-        self.totals = facts._replace(
-            objects=max(0, facts.objects - 1), payload_bytes=max(0, facts.payload_bytes - record.length)
-        )
+        row = self.residents.find(digest)
+        if row >= 0:
+            self._leaving.append((row, *self.residents.leave(row)))
 
-    def touch(self, place: bytes) -> bool:
-        """Mark an object as used just now; return False, and do nothing, if it is absent or young."""
-        record = self.find(place)
+    def touch(self, digest: bytes) -> bool:
+        """Mark an object as used just now; return False, and do nothing, if it is absent or young.
+
+        The table is not changed.
+        """
+        record = self.find(digest)
         if record is None or self._is_young(record.tick):
             return False
-        self._forget_age(place, record.tick)
-        fresh = record._replace(tick=self.tick())
-        self._txn.put(tick_key(fresh.tick), place, db=self._environment.ages)
-        self._txn.put(place, fresh.pack(), db=self._environment.objects)
+        self._forget_age(digest, record.tick)
+        fresh = record._replace(tick=self.take_tick())
+        self._txn.put(tick_key(fresh.tick), digest, db=self._environment.ages)
+        self._txn.put(digest, fresh.pack(), db=self._environment.objects)
         return True
 
     def register(self, record: NamespaceRecord) -> None:
         """Store a namespace's record, merged with the record that is stored already, if there is one."""
-        known = name_in(self._environment, self._txn, record.namespace)
-        kept = Name(self.namespace_id(record.namespace), record.over(known.record if known else None))
-        if kept != known:
-            self._txn.put(record.namespace, pack_name(kept), db=self._environment.names)
-            if kept.states:
-                self._txn.put(NAMED, tick_key(self.tick()), db=self._environment.facts)
+        namespace, known = record.namespace, self.names.records.get(record.namespace)
+        merged = record.over(known)
+        if merged != known:
+            self.names.add(namespace, self.names.number(namespace), merged)
+            self._store_name(namespace)
+            if merged.states:
+                self.residents.pages.require_states(self.names.ids[namespace])
 
-    def has_states(self, namespace: bytes) -> bool:
-        """Return whether a prefix of this namespace needs states."""
-        known = name_in(self._environment, self._txn, namespace)
-        return known is not None and known.states
+    def namespace_id(self, namespace: bytes) -> int:
+        """Return the number by which records name this namespace; if there is none, choose one."""
+        if namespace not in self.names.ids:
+            self.names.number(namespace)
+            self._store_name(namespace)
+        return self.names.ids[namespace]
+
+    def may_evict(self, objects: int, pages: int = 0) -> None:
+        """Let an `EvictionOrder` remove at most so many objects, until `pages` LMDB pages are in use."""
+        self._most, self._enough = objects, pages
+
+    def take(self, rows: list[int]) -> None:
+        """Evict these objects; skip those that are no longer stored."""
+        for row in rows:
+            digest, number = self.residents.digest(row), self.residents.number[row]
+            record = self.find(digest)
+            if record is None or record.number != number:
+                self.residents.leave(row)
+                self.residents.drop(row)
+                continue
+            self.remove(digest, record)
+            self.evicted += 1
+            self.facts = self.facts._replace(evicted=self.facts.evicted + 1)
+
+    def enough(self) -> bool:
+        """Return whether enough LMDB pages are free."""
+        return self.used_pages() <= self._enough
+
+    def full(self) -> bool:
+        """Return whether this transaction may evict no more objects."""
+        return self.evicted >= self._most
 
     def used_pages(self) -> int:
         """Return the number of LMDB pages that are in use now, in this transaction."""
         return self._environment.used_pages(self._txn)
 
-    def drop_damaged(self, place: bytes, number: int) -> None:
-        """Delete a damaged object and count it as corrupt, unless another was stored at its place later."""
-        record = self.find(place)
+    def drop_damaged(self, digest: bytes, number: int) -> None:
+        """Delete a damaged object and count it as corrupt, unless another was stored in its place later."""
+        record = self.find(digest)
         if record is not None and record.number == number:
-            self.remove(place, record)
-            self.totals = self.totals._replace(corrupt=self.totals.corrupt + 1)
+            self.remove(digest, record)
+            self.facts = self.facts._replace(corrupt=self.facts.corrupt + 1)
 
-    def count_evicted(self, objects: int) -> None:
-        """Add to the number of objects evicted in the life of the store."""
-        self.totals = self.totals._replace(evicted=self.totals.evicted + objects)
+    def call_at_commit(self, work: Callable[[], None]) -> None:
+        """Let `finish` call `work` if the transaction was committed."""
+        self._at_commit.append(work)
 
     def save(self) -> None:
-        """Write the totals, and if this transaction removed objects, shorten the log of removals."""
+        """Write the facts, and if this transaction removed objects, shorten the log of removals."""
         if self._has_removed:
-            pages = self._environment.budget.map_pages
-            kept = max(_MIN_LOGGED, min(_MAX_LOGGED, pages))
-            forget_removals(self._txn, self._environment.facts, self.totals.next_tick - kept)
-        self._txn.put(FACTS, self.totals.pack(), db=self._environment.facts)
+            gone = self._environment.gone
+            surplus = self._txn.stat(gone)["entries"] - self._environment.logged
+            # Collected first: a deletion during the walk would move the cursor.
+            for tick, _ in list(islice(ticks_from(self._txn, gone, 0), max(0, surplus))):
+                self._txn.delete(tick_key(tick), db=gone)
+        if self.facts != self._found:
+            self._txn.put(FACTS, self.facts.pack(), db=self._environment.facts)
 
-    def _forget_age(self, place: bytes, tick: int) -> None:
+    def finish(self, *, committed: bool) -> None:
+        """Bring the table in step with what was committed, or undo what was done to it."""
+        residents = self.residents
+        residents.pages.expected_all(self._expected)
+        if committed:
+            for row, _, _ in self._leaving:
+                residents.drop(row)
+            self._add_to_table(*self._added)
+            for work in self._at_commit:
+                work()
+        else:
+            for row, digest, parent_key in reversed(self._leaving):
+                residents.enter(row, digest, parent_key)
+        for node in self._held.values():
+            residents.pages.release(node)
+        self._at_commit = []  # else a cycle would keep the callers' buffers until the next collection
+
+    def _add_to_table(self, news: Sequence[NewObject], number: int) -> None:
+        if news:
+            metas, ids, held = [new.item.meta for new in news], self.names.ids, self._held
+            add_all(
+                self.residents,
+                [new.digest for new in news],
+                [held[new.page] for new in news],
+                [None if meta.parent is None else held[meta.parent] for meta in metas],
+                np.arange(number, number + len(news), dtype=np.uint64),
+                np.array([meta.length for meta in metas], np.uint64),
+                np.array([ids[meta.namespace] for meta in metas], np.uint32),
+                np.array([meta.depth or 0 for meta in metas], np.uint32),
+            )
+
+    def _store_name(self, namespace: bytes) -> None:
+        tick = self.take_tick()
+        self.facts = self.facts._replace(named_at=tick)  # first, so that it shows if the next line fails
+        self._txn.put(namespace, self.names.packed(namespace), db=self._environment.names)
+
+    def _forget_age(self, digest: bytes, tick: int) -> None:
         # The entry of another object means that a record or the counter of ticks is damaged.
-        key = tick_key(tick)
-        if self._txn.get(key, db=self._environment.ages) != place:
+        if self._txn.pop(tick_key(tick), db=self._environment.ages) != digest:
             raise DamagedError(EIO, "an object has no entry among the ages")
-        self._txn.delete(key, db=self._environment.ages)
 
     def _is_young(self, tick: int) -> bool:
-        # ticks   oldest in `ages` ...................|... young ...| next_tick
-        if self._young_from is None:
-            newest = oldest = self.totals.next_tick
-            with self._txn.cursor(self._environment.ages) as cursor:
-                if cursor.first():
-                    oldest = tick_of(cursor.key())
-            self._young_from = newest - max(_MIN_YOUNG, (newest - oldest) // _YOUNG)
-        return tick >= self._young_from
-
-    def namespace_id(self, namespace: bytes) -> int:
-        """Return the number by which records name this namespace; if there is none, choose one."""
-        if namespace not in self._namespaces:
-            known = name_in(self._environment, self._txn, namespace)
-            if known is None:
-                known = Name(free_number(self._environment, self._txn), None)
-                self._txn.put(namespace, pack_name(known), db=self._environment.names)
-            self._namespaces[namespace] = known.number
-        return self._namespaces[namespace]
+        # Every object has a tick of its own, so at most a quarter of the objects have newer ticks than these.
+        objects = int(self._txn.stat(self._environment.objects)["entries"])
+        return tick >= self.facts.next_tick - max(_MIN_YOUNG, objects // _YOUNG)
 
 
-def name_in(environment: Environment, txn: Any, namespace: bytes) -> Name | None:
-    """Return the stored name of one namespace; None if the name is absent or unreadable."""
-    value = txn.get(namespace, db=environment.names)
-    if value is not None:
-        with suppress(ValueError):
-            return unpack_name(namespace, value)
-    return None
-
-
-def names_in(environment: Environment, txn: Any) -> dict[bytes, Name]:
-    """Return the stored names of all namespaces, by namespace; leave out unreadable names."""
-    names: dict[bytes, Name] = {}
+def names_in(environment: Environment, txn: Any) -> Names:
+    """Return the stored names of all namespaces; unreadable ones only count among the numbers."""
+    names = Names()
     with txn.cursor(environment.names) as cursor:
         for namespace, value in cursor:
             with suppress(ValueError):
-                names[bytes(namespace)] = unpack_name(bytes(namespace), value)
-    return names
-
-
-def free_number(environment: Environment, txn: Any) -> int:
-    """Return a number that no namespace has."""
+                names.add_packed(bytes(namespace), value)
     # Namespaces are numbered in order, from 1. The count of entries includes names that cannot be read.
-    known = max((name.number for name in names_in(environment, txn).values()), default=0)
-    return max(known, int(txn.stat(environment.names)["entries"])) + 1
+    names.last = max(names.last, int(txn.stat(environment.names)["entries"]))
+    return names
 
 
 def _pieces(
     number: int, buffers: Sequence[memoryview], sizes: Iterable[int]
 ) -> Iterator[tuple[bytes, memoryview | bytes]]:
     """Yield key and bytes of each piece of the payload of object `number`."""
-    start, index, buffer = 0, 0, buffers[0]
-    for part, size in enumerate(sizes):
-        if start + size <= buffer.nbytes:
-            yield part_key(number, part), buffer[start : start + size]
-            start += size
-            continue
-        views = [buffer[start : start + size]]
-        start += size
-        while start > buffer.nbytes:  # the piece goes on in the next buffer
-            start -= buffer.nbytes
-            index += 1
-            buffer = buffers[index]
-            views.append(buffer[:start])
-        views = [view for view in views if view.nbytes]
+    for part, views in enumerate(cut(buffers, sizes)):
         # Join a piece only if it lies in several buffers, because joining costs a copy.
         yield part_key(number, part), views[0] if len(views) == 1 else b"".join(views)
 
@@ -287,145 +380,98 @@ class Pending:
     Thread safety: any thread may call.
     """
 
-    def __init__(self, environment: Environment, errors: ErrorCounters) -> None:
-        self._environment = environment
-        self._errors = errors
+    def __init__(self) -> None:
         self._mutex = Lock()
-        self._touched: dict[bytes, None] = {}
-        """Places of objects whose recency waits to be written, the earliest use first."""
-        self._damaged: dict[bytes, int] = {}
-        """Numbers of damaged objects that wait to be removed, by place; they count as absent."""
+        self._used: dict[bytes, bool | None] = {}
+        """Objects whose recency waits to be written, the earliest use first, and what the table must learn.
+
+        True: a set brought the object again; False: a get used it; None: the table knows.
+        """
+        self.damaged: Mapping[bytes, int] = {}
+        """Numbers of damaged objects that wait to be removed, by digest; replaced, and never changed."""
         self._unsaved: dict[bytes, NamespaceRecord] = {}
         """Namespace records that wait to be written, by namespace."""
 
-    def touch(self, places: Sequence[bytes]) -> None:
-        """Record that the objects of a batch were used, in this order."""
+    def note_uses(self, digests: Sequence[bytes], *, brought: bool = False) -> bool:
+        """Record that the objects of a batch were used, in this order; return whether too many wait.
+
+        `brought`: by a set that found them stored already.
+        """
         with self._mutex:
             # In a batch the deeper pages of a sequence come later. Deeper pages should be evicted first, so
             # they get older ticks.
-            for place in reversed(places):
-                self._touched.pop(place, None)
-                self._touched[place] = None
-            crowded = len(self._touched) > _MAX_WAITING
-            while len(self._touched) > 2 * _MAX_WAITING:
-                del self._touched[next(iter(self._touched))]
-        if crowded:
-            self.flush()
+            for digest in reversed(digests):
+                self._used.pop(digest, None)
+                self._used[digest] = brought
+            crowded = len(self._used) > _MAX_WAITING
+            while len(self._used) > 2 * _MAX_WAITING:
+                del self._used[next(iter(self._used))]
+        return crowded
 
-    def register(self, record: NamespaceRecord) -> None:
-        """Write a namespace record now; if the write fails, a later transaction repeats it."""
+    def add_namespace(self, record: NamespaceRecord) -> None:
+        """Let a namespace's record be written."""
         with self._mutex:
             self._unsaved[record.namespace] = record.over(self._unsaved.get(record.namespace))
-        self.flush()
 
-    def drop(self, damaged: Mapping[bytes, int]) -> None:
-        """Remove damaged objects, given as numbers by place, or hide them until that is possible.
+    def hide(self, damaged: Mapping[bytes, int]) -> None:
+        """Hide damaged objects, given as numbers by digest, until they are removed.
 
-        An object with another number that was stored at the same place later stays.
+        An object with another number that was stored in the same place later stays.
         """
         with self._mutex:
-            self._damaged.update(damaged)
-            while len(self._damaged) > _MAX_WAITING:
-                del self._damaged[next(iter(self._damaged))]
-        self.flush()
+            known = [*self.damaged.items(), *damaged.items()]
+            self.damaged = dict(known[-_MAX_WAITING:])
 
-    def is_damaged(self, place: bytes, number: int) -> bool:
+    def is_damaged(self, digest: bytes, number: int) -> bool:
         """Return whether the object with this number is known to be damaged, and so counts as absent."""
-        return self._damaged.get(place) == number
+        return self.damaged.get(digest) == number
 
-    def any_damaged(self) -> bool:
-        """Return whether any object is known to be damaged."""
-        return bool(self._damaged)
+    def any_waiting(self) -> bool:
+        """Return whether any change waits."""
+        return bool(self._unsaved or self._used or self.damaged)
 
-    def damaged(self) -> dict[bytes, int]:
-        """Return the numbers of the damaged objects that are still stored, by place."""
-        with self._mutex:
-            return dict(self._damaged)
-
-    def waiting(self) -> int:
+    def uses_waiting(self) -> int:
         """Return the number of objects whose recency is not written yet."""
-        return len(self._touched)
+        return len(self._used)
 
-    def remove(self, places: Sequence[bytes]) -> set[bytes]:
-        """Remove objects, in several transactions; return the places of the removed objects."""
-        gone: set[bytes] = set()
-        changes = self._environment.budget.changes
-        try:
-            for start in range(0, len(places), changes):
-                gone.update(self._remove(places[start : start + changes]))
-        except OSError as error:
-            self._errors.failed("a deletion", error)
-        return gone
+    def tell_uses(self, residents: Residents) -> None:
+        """Tell the table, which has all objects, of the uses that it does not know."""
+        with self._mutex:
+            used = self._used
+            self._used = dict.fromkeys(used)
+        for digest, brought in used.items():
+            if brought is not None and (row := residents.find(digest)) >= 0:
+                (residents.renew if brought else residents.touch)(row)
 
-    def flush(self) -> None:
-        """Make all waiting changes; count and log a failure instead of raising it."""
-        try:
-            while self._unsaved or self._touched or self._damaged:
-                self._change(())  # as much as one transaction may change
-        except OSError as error:
-            self._errors.failed("writing recency", error)
-
-    def apply(self, transaction: Transaction) -> Callable[[], None]:
-        """Make as many waiting changes as one transaction may; return what to call after its commit."""
+    def apply(self, transaction: Transaction, most: int) -> None:
+        """Make waiting changes in a transaction: all of namespaces, and of at most `most` objects."""
+        if transaction.whole:
+            self.tell_uses(transaction.residents)
         # Lock order: the writer lock, which this transaction holds, then the mutex. Copy the lists, so that
         # no call of LMDB is made under the mutex.
         with self._mutex:
-            waiting, named, damaged = list(self._touched), dict(self._unsaved), dict(self._damaged)
-        left = self._environment.budget.changes
-        dropped = dict(islice(damaged.items(), left))
-        for place, number in dropped.items():
-            transaction.drop_damaged(place, number)
+            used, named = list(self._used), dict(self._unsaved)
+        dropped = dict(islice(self.damaged.items(), most))
+        for digest, number in dropped.items():
+            transaction.drop_damaged(digest, number)
         for record in named.values():
             transaction.register(record)
         touched: list[bytes] = []
-        for place in waiting:
-            if left <= 0:
+        for digest in used:
+            if most <= 0:
                 break
-            touched.append(place)
-            left -= transaction.touch(place)
+            touched.append(digest)
+            most -= transaction.touch(digest)
 
         def committed() -> None:
             with self._mutex:
-                for place in touched:
-                    self._touched.pop(place, None)
                 # Another thread may have replaced an entry since: forget an entry only if it is the same.
+                for digest in touched:
+                    if self._used.get(digest) is None or not transaction.whole:
+                        self._used.pop(digest, None)
                 for namespace, record in named.items():
                     if self._unsaved.get(namespace) is record:
                         del self._unsaved[namespace]
-                for place, number in dropped.items():
-                    if self._damaged.get(place) == number:
-                        del self._damaged[place]
+                self.damaged = dict(self.damaged.items() - dropped.items())
 
-        return committed
-
-    def _remove(self, places: Sequence[bytes]) -> list[bytes]:
-        """Remove objects in one transaction, or each half by itself where the disk is too full for that."""
-        try:
-            return self._change(places)
-        except OSError as error:
-            if not is_full(error) or len(places) == 1:
-                raise
-        middle = len(places) // 2
-        return self._remove(places[:middle]) + self._remove(places[middle:])
-
-    def _change(self, places: Sequence[bytes]) -> list[bytes]:
-        """Make waiting changes and remove these objects, in one transaction; return the places removed."""
-
-        def work(txn: Any) -> tuple[list[bytes], Callable[[], None]]:
-            transaction = Transaction(self._environment, txn)
-            before = transaction.totals
-            # Damaged objects go first. They count as absent, so their deletion is answered False.
-            committed = self.apply(transaction)
-            gone: list[bytes] = []
-            for place in places:
-                record = transaction.find(place)
-                if record is not None and not self.is_damaged(place, record.number):
-                    transaction.remove(place, record)
-                    gone.append(place)
-            if transaction.totals != before:
-                transaction.save()
-            return gone, committed
-
-        removed, committed = self._environment.write(work)
-        committed()
-        return removed
+        transaction.call_at_commit(committed)

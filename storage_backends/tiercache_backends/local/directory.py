@@ -13,15 +13,15 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from errno import EACCES, EDQUOT, EFBIG, ELOOP, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, ESTALE
-from itertools import count
+from itertools import count, takewhile
 from typing import Any, Final
 
 from tiercache.errors import ConfigError, StorageError, StoreFormatError, UnavailableError
 from tiercache.storage.env import Env, close_quietly, read_all, write_all
-from tiercache_backends.local.ownership import OwnerLock, is_there
+from tiercache_backends.local.ownership import OwnerLock
 
 _log = logging.getLogger(__name__)
 
@@ -55,9 +55,15 @@ def sync_directory(env: Env, path: str) -> None:
 
 def check_named(env: Env, path: str, fd: int) -> None:
     """Raise OSError unless a path still names an open file: what is written to another file would be lost."""
-    named, held = env.lstat(path), env.fstat(fd)
-    if (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
-        raise OSError(ESTALE, f"{path} was replaced while it was open; close the store and open it again")
+    held, how = env.fstat(fd), "replaced"
+    try:
+        named = env.lstat(path)
+    except FileNotFoundError:
+        how = "removed or moved"
+    else:
+        if (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino):
+            return
+    raise OSError(ESTALE, f"{path} was {how} while it was open; close the store and open it again")
 
 
 def tree_bytes(env: Env, path: str) -> int:
@@ -73,7 +79,7 @@ def tree_bytes(env: Env, path: str) -> int:
     return found.st_blocks * 512 + sum(tree_bytes(env, os.path.join(path, name)) for name in inner)
 
 
-class StoreDirectory:
+class StoreDirectory(OwnerLock):
     """Directory of one store, locked from `claim` to `release`.
 
     Order of the calls:
@@ -99,14 +105,11 @@ class StoreDirectory:
         read_only: bool = False,
     ) -> None:
         assert must_exist or not read_only, "a read-only opener creates nothing"
-        self._env = env
-        self._read_only = read_only
+        super().__init__(env, os.path.abspath(path), read_only=read_only)
         self._kind = kind
         self._version = version
         self._must_exist = must_exist
-        self.path: Final = os.path.abspath(path)
         self.database: Final = self.at(database)
-        self._lock = OwnerLock(env, self.path, read_only=read_only)
         self.capacity: int | None = None
         """Capacity of the last owner in bytes; None if it is not known. `settle_format` sets it."""
 
@@ -117,10 +120,13 @@ class StoreDirectory:
         """
         try:
             names = self._env.listdir(self.path)
-            found = self._read("format") if "format" in names else {}
+            if "format" in names:
+                self._check_format(self._read("format"))
         except FileNotFoundError:
             return
         except OSError as error:
+            if isinstance(error, StorageError):
+                raise
             if error.errno not in _MISTAKES:
                 raise UnavailableError(f"{self.path} cannot be looked into now: {error}") from error
             raise ConfigError(
@@ -129,8 +135,6 @@ class StoreDirectory:
             ) from error
         if names and "LOCK" not in names and not self._must_exist:
             raise ConfigError(self._foreign())
-        if isinstance(found.get("kind"), str):
-            self._check_format(found)
 
     def claim(self, *, shared: bool = False) -> None:
         """Lock the directory, exclusively or (`shared`) as one of several owners.
@@ -138,26 +142,26 @@ class StoreDirectory:
         Creates the directory if it is missing. Raises StorageError or StoreLockedError.
         """
         try:
-            if self._must_exist and not is_there(self._env, self.at("format")):
+            if self._must_exist and self.stat("format") is None:
                 raise StorageError(
                     f"{self.path} holds no tiercache store; name the directory of one, or give a capacity to"
                     " make one there"
                 )
             if self._read_only:
-                self._lock.look(shared=shared)
+                self.look(shared=shared)
                 return
             self._make(self.path, parents=True)
             names = self._env.listdir(self.path)
             if "LOCK" not in names and names:
                 raise StorageError(self._foreign())
-            self._lock.take(shared=shared)
+            self.take(shared=shared)
         except OSError as error:
-            self._lock.release()
+            self.release()
             if isinstance(error, StorageError):
                 raise
             raise StorageError(f"the store in {self.path} cannot be opened: {error}") from error
         except BaseException:
-            self._lock.release()
+            self.release()
             raise
 
     def settle_format(self, fresh: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,53 +174,31 @@ class StoreDirectory:
         if self.sole:
             kept = self.state().get("capacity")
             self.capacity = kept if isinstance(kept, int) and 0 < kept <= MAX_CAPACITY else None
+        found = self._read("format")
         if self.stat("format") is None:
             self._env.chmod(self.path, 0o700)
-            return self.reset_format(fresh)
-        found = self._read("format")
-        version = found.get("version")
-        if not isinstance(version, int) or not isinstance(found.get("kind"), str):
-            raise StoreFormatError(
-                f"{self.at('format')} cannot be read; remove {self.path} to start with an empty store"
-            )
-        self._check_format(found)
-        if version < self._version:
+        elif not self._check_format(found):
             if self._must_exist:
                 raise StoreFormatError(
-                    f"{self.path} has format {version}, which this tiercache does not read any more; look at"
-                    " it with the one that made it"
+                    f"{self.path} has format {found['version']}, which this tiercache does not read any more;"
+                    " look at it with the one that made it"
                 )
-            _log.error("%s has format %d, which this tiercache does not read any more", self.path, version)
+            _log.error("%s has format %d, which is not read any more", self.path, found["version"])
             if self.stat(os.path.basename(self.database)) is not None:
                 self.set_aside()
-            return self.reset_format(fresh)
-        if not fresh.keys() <= found.keys():
+        elif not fresh.keys() <= found.keys():
             raise StoreFormatError(
                 f"{self.at('format')} is incomplete; remove {self.path} to start with an empty store"
             )
-        return found
-
-    def reset_format(self, fresh: Mapping[str, Any]) -> dict[str, Any]:
-        """Write and return the format of an empty store."""
+        else:
+            return found
         settled = {"kind": self._kind, "version": self._version, **fresh}
         self._write("format", settled)
         return settled
 
-    @property
-    def sole(self) -> bool:
-        """Whether this process alone has the store open.
-
-        Always true for an exclusive owner. For a shared owner, the value is valid until `admit_others`.
-        """
-        return self._lock.sole
-
-    def admit_others(self) -> None:
-        """Let other processes open a shared store, now that its database is open."""
-        self._lock.admit_others()
-
     def check_there(self) -> None:
         """Raise OSError if the directory that was opened is no longer found under its name."""
-        self._lock.check_there()
+        check_named(self._env, self.at("LOCK"), self.fd)
 
     def remove(self, path: str) -> None:
         """Remove a file that a dead process may have left incomplete; a missing file is no error."""
@@ -229,7 +211,7 @@ class StoreDirectory:
         What was put aside earlier is kept.
         """
         if self._env.listdir(self.database):
-            aside = next(name for name in map(self._aside, count()) if self.stat(name) is None)
+            aside = next(name for name in self._asides() if self.stat(name) is None)
             self._env.rename(self.database, self.at(aside))
             _log.error("%s was put aside as %s; the store starts empty", self.database, aside)
         self._make(self.database)
@@ -237,10 +219,11 @@ class StoreDirectory:
 
     def asides(self) -> list[str]:
         """Return the paths of what was put aside, oldest first."""
-        found: list[str] = []
-        while self.stat(name := self._aside(len(found))) is not None:
-            found.append(self.at(name))
-        return found
+        return [self.at(name) for name in takewhile(lambda name: self.stat(name), self._asides())]
+
+    def _asides(self) -> Iterator[str]:
+        aside = os.path.basename(self.database) + ".damaged"
+        return (f"{aside}.{n}" if n else aside for n in count())
 
     def record_capacity(self, capacity: int) -> None:
         """Record the capacity of the store in bytes; later openers with `must_exist` use it."""
@@ -269,19 +252,11 @@ class StoreDirectory:
         if not self._read_only:
             self._make(path)
             self._env.chmod(path, 0o700)
-        elif not is_there(self._env, path):
+        elif self.stat(os.path.relpath(path, self.path)) is None:
             raise StorageError(
                 f"{path} is missing, so nothing was stored in {self.path} yet, or it was removed; nothing can"
                 " be shown"
             )
-
-    def is_last(self) -> bool:
-        """Return whether this owner alone has the store open. If so, no other can open it until `release`."""
-        return self._lock.is_last()
-
-    def release(self) -> None:
-        """Unlock the directory. A second call does nothing."""
-        self._lock.release()
 
     def foreign_bytes(self, own: Iterable[str] = ()) -> int:
         """Return the disk bytes of foreign files in the directory, which also count towards the capacity.
@@ -308,30 +283,26 @@ class StoreDirectory:
             )
         return found
 
-    def at(self, name: str) -> str:
-        """Return the path of a name in the directory."""
-        return os.path.join(self.path, name)
-
-    def _aside(self, n: int) -> str:
-        return os.path.basename(self.database) + ".damaged" + (f".{n}" if n else "")
-
     def _make(self, path: str, *, parents: bool = False) -> None:
         """Create a directory of the store unless it exists.
 
         Raises StorageError if something else is in its place.
         """
-        if parents and not is_there(self._env, os.path.dirname(path)):
+        try:
+            self._env.mkdir(path)
+        except FileExistsError:
+            # The store's own path may be a link that the administrator made. Directories inside the store
+            # must not be links.
+            found = self._env.lstat(self._env.realpath(path) if parents else path)
+            if not stat.S_ISDIR(found.st_mode):
+                raise StorageError(
+                    f"{path} is not a directory; remove it, or give the store a directory of its own"
+                ) from None
+        except FileNotFoundError:
+            if not parents or path == os.path.dirname(path):
+                raise
             self._make(os.path.dirname(path), parents=True)
-        if not is_there(self._env, path):
-            # Another opener of a shared store may have made the directory since the check.
-            with suppress(FileExistsError):
-                self._env.mkdir(path)
-        # The store's own path may be a link that the administrator made. Directories inside the store must
-        # not be links.
-        elif not stat.S_ISDIR(self._env.lstat(self._env.realpath(path) if parents else path).st_mode):
-            raise StorageError(
-                f"{path} is not a directory; remove it, or give the store a directory of its own"
-            )
+            self._make(path, parents=True)
 
     def _foreign(self) -> str:
         return (
@@ -339,17 +310,23 @@ class StoreDirectory:
             " own"
         )
 
-    def _check_format(self, found: Mapping[str, Any]) -> None:
-        if found["kind"] != self._kind:
+    def _check_format(self, found: Mapping[str, Any]) -> bool:
+        """Return whether this version reads the format; raise StoreFormatError for a foreign one."""
+        kind, version = found.get("kind"), found.get("version")
+        if not isinstance(version, int) or not isinstance(kind, str):
             raise StoreFormatError(
-                f"{self.path} holds a store of kind {found['kind']}, not {self._kind}; use another directory"
+                f"{self.at('format')} cannot be read; remove {self.path} to start with an empty store"
             )
-        version = found.get("version")
-        if isinstance(version, int) and version > self._version:
+        if kind != self._kind:
+            raise StoreFormatError(
+                f"{self.path} holds a store of kind {kind}, not {self._kind}; use another directory"
+            )
+        if version > self._version:
             raise StoreFormatError(
                 f"{self.path} has format {version} and this tiercache knows formats up to {self._version};"
                 " upgrade tiercache, or use another directory"
             )
+        return version == self._version
 
     def _read(self, name: str) -> dict[str, Any]:
         """Return the content of a JSON file of at most 4096 bytes.

@@ -6,42 +6,14 @@ A value is msgpack [number, identity (without its salt) or nil, whether the name
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from tiercache.storage.base import NamespaceRecord
 from tiercache.storage.records import identity_in, pack_record, unpack_record
 
 
-class Name(NamedTuple):
-    """Content of the LMDB value of a namespace."""
-
-    number: int
-    """Number that stands for the namespace in records of objects."""
-    record: NamespaceRecord | None
-    """Record of the namespace; None if its identity is not known."""
-
-    @property
-    def states(self) -> bool:
-        """Whether the namespace is known to have states."""
-        return self.record is not None and self.record.states
-
-
-def pack_name(name: Name) -> bytes:
-    """Return the LMDB value of a name."""
-    identity = None if name.record is None else dict(name.record.identity)
-    return pack_record([name.number, identity, name.states])
-
-
-def unpack_name(namespace: bytes, value: bytes) -> Name:
-    """Return the name that an LMDB value describes; raise ValueError for a malformed value."""
-    try:
-        number, identity, states = unpack_record(value)
-        if type(number) is not int or not 0 < number < 2**31:
-            raise ValueError(f"no number of a namespace: {number!r}")
-        record = None if identity is None else NamespaceRecord(namespace, identity_in(identity), bool(states))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"the record of namespace {namespace.hex()} is not readable: {error}") from error
-    return Name(number, record)
+def pack_name(number: int, record: NamespaceRecord | None) -> bytes:
+    """Return the value of a namespace with this number, whose record may not be known."""
+    return pack_record([number, dict(record.identity) if record else None, bool(record and record.states)])
 
 
 class Names:
@@ -67,6 +39,19 @@ class Names:
         if record is not None:
             self.records[namespace] = record
 
+    def add_packed(self, namespace: bytes, value: bytes) -> None:
+        """Add a namespace that a value describes; raise ValueError for a malformed value."""
+        try:
+            number, identity, states = unpack_record(value)
+            if type(number) is not int or not 0 < number < 2**31:
+                raise ValueError(f"no number of a namespace: {number!r}")
+            record = (
+                None if identity is None else NamespaceRecord(namespace, identity_in(identity), bool(states))
+            )
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"the record of namespace {namespace.hex()} is not readable: {error}") from error
+        self.add(namespace, number, record)
+
     def number(self, namespace: bytes) -> int:
         """Return the number of a namespace; a namespace without one gets the next number."""
         if namespace not in self.ids:
@@ -84,4 +69,4 @@ class Names:
 
     def packed(self, namespace: bytes) -> bytes:
         """Return the value that the catalog stores under a namespace."""
-        return pack_name(Name(self.ids[namespace], self.records.get(namespace)))
+        return pack_name(self.ids[namespace], self.records.get(namespace))

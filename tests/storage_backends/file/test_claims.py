@@ -10,7 +10,6 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiercache_backends.file.claims import Claim, Claims, Shortage
-from tiercache_backends.file.objects import expected_all, hold_new
 from tiercache_backends.file.records import RECORD, Extent, Records
 from tiercache_backends.file.state import StoreState
 
@@ -21,7 +20,7 @@ from tests.storage.test_residents import seen
 from tiercache.core import Outcome
 from tiercache.storage.pages import BROKEN, CUT, SERVED
 from tiercache.storage.residents import parents_first
-from tiercache.storage.restorable import RestorablePages
+from tiercache.storage.restorable import RestorablePages, hold_new
 from tiercache.testing.objects import page_key
 
 SEQUENCES, LENGTH = 6, 32
@@ -273,7 +272,7 @@ def test_pages_that_cannot_be_held_at_once_leave_nothing_behind() -> None:
     held = hold_new(pages, keys, [None, *keys[:-1]], [*range(1, 10)], PLAIN)
     assert held is not None
     assert [pages.depth[held[key]] for key in keys] == [*range(1, 10)]
-    expected_all(pages, [held[key] for key in keys])
+    pages.expected_all([held[key] for key in keys])
     assert not any(pages.depth[node] or pages.coming[node] for node in held.values())
     for node in held.values():
         pages.release(node)

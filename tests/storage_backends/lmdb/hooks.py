@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tiercache_backends.lmdb import LmdbBackend
 from tiercache_backends.lmdb.environment import Environment
-from tiercache_backends.lmdb.records import FACTS, Record, StoreTotals, part_key, place_of, tick_of
+from tiercache_backends.lmdb.records import Record, part_key, ticks_from
 
 from tests.faults import FaultEnv
 from tests.storage.backends import AgingEnv, LocalHooks
@@ -78,20 +78,18 @@ def check_integrity(store: StorageBackend) -> None:
 
 
 def _check(environment: Environment, txn: Any) -> None:
-    facts = StoreTotals.unpack(txn.get(FACTS, db=environment.facts))
-    records = {bytes(place): Record.unpack(value) for place, value in txn.cursor(environment.objects)}
-    assert facts.objects == len(records), "every object is counted"
-    assert facts.payload_bytes == sum(record.length for record in records.values()), "every byte is counted"
+    facts = environment.facts_in(txn)
+    records = {bytes(digest): Record.unpack(value) for digest, value in txn.cursor(environment.objects)}
     sizes: Counter[int] = Counter()
     for raw, value in txn.cursor(environment.parts):
         sizes[int.from_bytes(raw[:8])] += len(value)
     assert sizes == {record.number: record.length for record in records.values()}, (
         "every object has its parts, and every part its object"
     )
-    assert max(sizes, default=0) < facts.next_number, "every number is below the next one"
-    ages = {tick_of(raw): bytes(value) for raw, value in txn.cursor(environment.ages)}
-    assert ages == {record.tick: place for place, record in records.items()}, "every object has an age"
-    assert max(ages, default=0) < facts.next_tick, "every tick is below the next one"
+    ages, gone = (dict(ticks_from(txn, db, 0)) for db in (environment.ages, environment.gone))
+    assert ages == {record.tick: digest for digest, record in records.items()}, "every object has an age"
+    assert max([*sizes, *ages, *gone], default=0) < facts.next_tick, "every tick is below the next one"
+    assert len(gone) <= environment.logged, "the log of removals is bounded"
 
 
 def environment_of(store: LmdbBackend) -> Environment:
@@ -122,7 +120,7 @@ def locate(store: StorageBackend, k: ObjectKey) -> list[tuple[int, int]]:
     bases = [int(bounds.split("-")[0], 16) for bounds in ours]
 
     def pieces(txn: Any) -> list[tuple[int, int]]:
-        record = Record.unpack(txn.get(place_of(k.digest), db=environment.objects))
+        record = Record.unpack(txn.get(k.digest, db=environment.objects))
         assert record is not None
         found = []
         part = 0

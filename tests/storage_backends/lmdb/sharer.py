@@ -11,7 +11,6 @@ import time
 from typing import Any
 
 from tiercache_backends.lmdb import LmdbBackend
-from tiercache_backends.lmdb.records import FACTS
 
 from tiercache.core import Outcome
 from tiercache.testing.objects import chain, fetch, key, payload, put, to_set
@@ -55,28 +54,18 @@ def load(store: LmdbBackend, seed: str) -> None:
     print("done", wrong, failed, hits, flush=True)
 
 
-def hold(store: LmdbBackend, _: str) -> None:
-    """Stay inside a read transaction."""
+def stay(store: LmdbBackend, role: str) -> None:
+    """Stay inside a read transaction ("hold") or a write transaction ("stall")."""
     environment = store._environment  # private: no call of a store stays in a transaction
 
     def work(txn: Any) -> None:
-        txn.get(FACTS, db=environment.facts)
+        if role == "stall":
+            txn.put(b"never", b"stored", db=environment.facts)
+        environment.facts_in(txn)
         print("holding", flush=True)
         time.sleep(60)
 
-    environment.read(work)
-
-
-def stall(store: LmdbBackend, _: str) -> None:
-    """Stay inside a write transaction."""
-    environment = store._environment  # private: as above
-
-    def work(txn: Any) -> None:
-        txn.put(b"never", b"stored", db=environment.facts)
-        print("holding", flush=True)
-        time.sleep(60)
-
-    environment.write(work)
+    (environment.write if role == "stall" else environment.read)(work)
 
 
 def tail(store: LmdbBackend, _: str) -> None:
@@ -92,4 +81,4 @@ def tail(store: LmdbBackend, _: str) -> None:
 if __name__ == "__main__":
     path, capacity, role, argument = [*sys.argv[1:], ""][:4]
     with LmdbBackend(path, int(capacity)) as shared:
-        {"load": load, "hold": hold, "stall": stall, "tail": tail}[role](shared, argument)
+        {"load": load, "tail": tail}.get(role, stay)(shared, argument or role)

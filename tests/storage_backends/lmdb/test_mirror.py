@@ -11,9 +11,10 @@ from tiercache_backends.lmdb.mirror import Mirror
 
 from tests.storage.integrity import check_residents
 from tests.storage_backends.lmdb.hooks import LaterEnv, check_integrity, environment_of, file_limit, opened
+from tiercache.storage.base import NamespaceRecord
 from tiercache.storage.restorable import Worth
-from tiercache.testing.conformance.hooks import STORED
-from tiercache.testing.objects import chain, fetch, key, payload, state_of, to_set
+from tiercache.testing.conformance.hooks import ERROR, STORED
+from tiercache.testing.objects import NAMESPACE, chain, fetch, key, payload, state_of, to_set
 
 
 def seen_by(mirror: Mirror) -> tuple[set[bytes], Worth]:
@@ -92,6 +93,24 @@ def test_a_mirror_follows_a_transaction_that_fails(tmp_path: Path) -> None:
             fresh = Mirror(environment_of(store))
             fresh.read()
             assert seen_by(store._mirror) == seen_by(fresh)  # private: the only mirror whose writes fail
+
+
+def test_a_namespace_is_named_once_it_is_written(tmp_path: Path) -> None:
+    """A failed transaction names nothing, and another process learns which namespaces need states."""
+    env = LaterEnv()
+    with opened(tmp_path / "s", env=env) as store:
+        pages = chain("n", 3)
+        assert set(store.set([to_set(k, b"x", parent=parent) for k, parent in pages])) == {STORED}
+        other = Mirror(environment_of(store))
+        other.read()
+        env.fail("commit", times=1, error=errno.EIO)
+        for answer in (ERROR, STORED):
+            assert store.set([to_set(key("a"), b"a", namespace=b"other")]) == [answer]
+        assert [entry.key for entry in store.scan_all(b"other")] == [key("a")]
+        assert environment_of(store).read(other.keep_up)
+        store.register_namespace(NamespaceRecord(NAMESPACE, {}, states=True))
+        assert environment_of(store).read(other.keep_up)
+        assert seen_by(other)[1].dead_bytes == len(pages)
 
 
 def test_deletions_work_on_a_disk_that_somebody_else_filled(tmp_path: Path) -> None:
