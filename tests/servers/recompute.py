@@ -106,6 +106,7 @@ def rows(engine: str, environment: Path, rounds: int, folder: Path) -> Iterator[
                 server = kind(environment, model, free_port(), folder / f"{store}-{name}.log", url)
                 servers[name] = stack.enter_context(server)
                 stack.callback(signal_all, server, signal.SIGCONT)
+                signal_all(server, signal.SIGSTOP)
             for tokens, count in [(tokens, count) for of, tokens, count in MIXES if of == store]:
                 asked = [[draw.randrange(3, 250) for _ in range(tokens + 1)] for _ in range(count)]
                 took = medians([side(name, server, asked) for name, server in servers.items()], rounds)
