@@ -344,9 +344,10 @@ class Catalog:
             parts += [records[done : index + 1], notes]
             done = index + 1
         parts.append(records[done:])
-        gone = pack_gone(removals)
-        gone["number"] = self._last + len(records)
-        return [part for part in (*parts, gone) if len(part)]
+        if removals:
+            parts.append(gone := pack_gone(removals))
+            gone["number"] = self._last + len(records)
+        return [part for part in parts if len(part)]
 
     def _names(self, namespaces: set[bytes] | dict[bytes, int]) -> list[Records]:
         return [
