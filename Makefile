@@ -13,6 +13,7 @@ GPU_PYTHON ?= $(BIN)/python
 ENGINES ?= .venv-engines
 SGLANG := $(ENGINES)/sglang/bin/python
 VLLM := $(ENGINES)/vllm/bin/python
+DYNAMO := $(ENGINES)/dynamo/bin/python
 
 .PHONY: help install demo test test-slow test-kernels test-deploy test-image compiler test-engines test-servers lint types check proto docs site pins sbom bench bench-engines campaign gpu clean
 
@@ -58,9 +59,10 @@ $(ENGINES)/%/.installed: pyproject.toml lab/pyproject.toml constraints-dev.txt c
 compiler:
 	@echo '#include <openssl/evp.h>' | g++ -E -x c++ - > /dev/null 2>&1 || { echo "SGLang compiles its hash: install a C++ compiler and OpenSSL's headers (g++, libssl-dev)"; exit 1; }
 
-test-engines: compiler $(ENGINES)/sglang/.installed $(ENGINES)/vllm/.installed  ## Run the plug-ins under the real SGLang and vLLM, without a GPU, in environments of their own
+test-engines: compiler $(ENGINES)/sglang/.installed $(ENGINES)/vllm/.installed $(ENGINES)/dynamo/.installed  ## Run the plug-ins under the real SGLang, vLLM, KVCR and Dynamo's router, without a GPU, in environments of their own
 	PATH=$(abspath $(ENGINES)/sglang/bin):$$PATH $(SGLANG) -m pytest tests/engines/sglang -m integration -W default $(ARGS)
 	$(VLLM) -m pytest tests/engines/vllm -m integration -W default $(ARGS)
+	$(DYNAMO) -m pytest tests/engines/dynamo -m integration -W default $(ARGS)
 
 $(ENGINES)/sglang/.serves: $(ENGINES)/sglang/.installed tests/servers/sglang/requirements.txt
 	$(SGLANG) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints-dev.txt -c constraints-engines.txt -r tests/servers/sglang/requirements.txt

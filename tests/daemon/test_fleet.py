@@ -134,6 +134,28 @@ def test_tokens_are_scored_as_their_keys_but_for_the_last_one():
     assert fleet.objects == 150, "more are not known"
 
 
+def test_a_worker_that_lies_takes_no_more_than_its_share_of_memory_and_time():
+    fleet = fleet_of({"liar": ["liar/0"], "other": ["other/0"]}, limit=100)
+    fleet.apply("other/0", [KVEvent(EventKind.STORED, PLACES[1], GROUPS[n], KEYS) for n in (0, 2)])
+    right = fleet.score(NAMESPACE, KEYS)["other"]
+    assert right["CPU"] == 96
+    for n in range(6000):
+        group = ObjectGroup(PoolName.KV, n.to_bytes(8), n.to_bytes(32), 16)
+        place = Place(Medium.STORAGE, f"tier {n}")
+        fleet.apply(
+            "liar/0",
+            [KVEvent(EventKind.STORED, place, each, [bytes(n), b"x" * 32]) for each in (group, GROUPS[0])],
+        )
+    for size in (-1, 1 << 63, 0):
+        lie = ObjectGroup(PoolName.KV, LABEL, b"k" * 32, size)
+        fleet.apply("liar/0", [KVEvent(EventKind.STORED, PLACES[1], lie, [page(9)])])
+        fleet.score(NAMESPACE, np.arange(100, dtype=np.uint64))
+    assert fleet.score(NAMESPACE, KEYS)["other"] == right
+    fleet.apply("liar/0", [KVEvent(EventKind.CLEARED, None)])
+    assert fleet.objects == 12
+    assert len(fleet._told) <= 1 << 10  # private: nothing tells how many namespaces are known
+
+
 def test_a_fleet_follows_workers_that_come_and_go_and_the_store():
     worker, own = MemoryBackend(), MemoryBackend()
     for store in (worker, own):

@@ -105,3 +105,16 @@ def test_nobody_values_what_is_not_theirs() -> None:
     view.advise([key("b"), key("a"), key("unknown")], [0.0, 16.0, 1.0])
     values = [entry and round(entry.meta.value or 0.0, 2) for entry in store.describe([key("a"), key("b")])]
     assert values == [16.0, 4.0]
+
+
+def test_nobody_uses_what_is_not_theirs() -> None:
+    store, red, blue = tenants()
+    for n in range(ROOM):
+        red.set([to_set(key(n), payload(n, SIZE))])
+    hidden = [entry.key for entry in store.scan_all()]
+    for stranger in (blue, TenantStore(store, named=frozenset({OTHER_NAMESPACE}))):
+        stranger.advise([*map(key, range(10)), *hidden], [])
+    red.advise([*map(key, range(10, 20))], [])
+    for n in range(ROOM, ROOM + 10):
+        red.set([to_set(key(n), payload(n, SIZE))])
+    assert (there(red, [*range(10)]), there(red, [*range(10, 20)])) == (0, 10)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-ABSENT = [name for name in ("sglang", "vllm") if find_spec(name) is None]
+ABSENT = [name for name in ("dynamo", "sglang", "vllm") if find_spec(name) is None]
 collect_ignore_glob = [f"{name}/test_*.py" for name in ABSENT]
 
 

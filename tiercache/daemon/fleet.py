@@ -22,7 +22,7 @@ from tiercache.errors import ClosedError, StorageError
 from tiercache.events.base import EventKind, EventSource, KVEvent, Medium, ObjectGroup, Place
 from tiercache.events.encoding import decode_batch, encode_batch, namespace_label
 from tiercache.events.subscriber import BatchOrigin, EventSubscriber
-from tiercache.keys import page_keys
+from tiercache.keys import KEY_BYTES, page_keys
 
 _log = logging.getLogger(__name__)
 
@@ -32,8 +32,8 @@ MAX_PAGES: Final = 1 << 14
 """Number of pages of a prompt that are looked at."""
 _AT_ONCE: Final = 64
 """Number of pages whose keys are made together; none are made behind the deepest that anyone has."""
-_PLANES, _LAYOUTS, _FOLDED = 16, 1 << 12, 1 << 16
-"""Numbers that are known at most: places of a rank, layouts, and combinations of places."""
+_PLANES, _GROUPS, _FOLDED, _LONGEST_PAGE = 16, 1 << 10, 1 << 16, 1 << 16
+"""At most: places of a rank, layouts and namespaces, combinations of places, tokens of a page."""
 _STATES: Final = frozenset({PoolName.MAMBA, PoolName.SWA})
 """Pools of which a prefix needs the object at its end, as controllers keep them."""
 _TURN_S: Final = 0.5
@@ -108,16 +108,19 @@ class Fleet:
         return self._bits[rank, place]
 
     def _store(self, rank: str, group: ObjectGroup, keys: Sequence[bytes], bit: int) -> None:
-        layout = (group.pool, group.layout)
-        if layout not in self._held and len(self._held) >= _LAYOUTS:
-            return
+        layout, told = (group.pool, group.layout), self._told.get(group.namespace, {})
+        for known, one in (self._held, layout), (self._told, group.namespace), (told, layout):
+            if not bit or (one not in known and len(known) >= _GROUPS):
+                return
+        others = any(ranks & ~self._ranks[rank] for ranks in told.values())
+        if 0 < group.page_size <= _LONGEST_PAGE and not (others and group.namespace in self._sizes):
+            self._sizes[group.namespace] = group.page_size
         held = self._held.setdefault(layout, {})
-        told = self._told.setdefault(group.namespace, {})
+        told = self._told.setdefault(group.namespace, told)
         told[layout] = told.get(layout, 0) | self._ranks[rank]
-        self._sizes[group.namespace] = group.page_size or self._sizes.get(group.namespace, 0)
         for key in keys:
             before = held.get(key, 0)
-            if before or self.objects < self._limit:
+            if before or (self.objects < self._limit and len(key) == KEY_BYTES):
                 self.objects += not before
                 held[key] = before | bit
 

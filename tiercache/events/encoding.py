@@ -51,15 +51,15 @@ def namespace_label(namespace: bytes) -> str:
 def encode_batch(time: float, events: Iterable[KVEvent], *, numbered: bool = False) -> bytes:
     """Return the payload of a batch.
 
-    With `numbered`, blocks have numbers, as vLLM makes them: the last 8 bytes of a key. The keys themselves
-    are then in fields of ours, `keys` and `parent`.
+    If `numbered`, pages are the last 8 bytes of keys, states the first; keys are in `keys` and `parent`.
     """
     maps = [as_map(event) for event in events]
     for found in maps if numbered else ():
         for name, own in (("block_hashes", "keys"), ("parent_block_hash", "parent")):
             if given := found.get(name):
                 found[own] = given
-                numbers = [int.from_bytes(key[-8:]) for key in ([given] if own == "parent" else given)]
+                at = slice(8) if found["group_idx"] else slice(-8, None)
+                numbers = [int.from_bytes(key[at]) for key in ([given] if own == "parent" else given)]
                 found[name] = numbers[0] if own == "parent" else numbers
     packed: bytes = msgpack.packb([time, maps, None], use_bin_type=True)
     return packed

@@ -15,21 +15,19 @@ It stays until those that stand on it have gone. Where there are states, pages o
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import numpy as np
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
-from tiercache.policy import LEARN_EVERY, CheckpointKind, Costs, ModelProfile, Reuse, Units, policy_named
+from tiercache.integrations.policy_table import PolicyTable
+from tiercache.policy import LEARN_EVERY, CheckpointKind, Units
 from tiercache.policy.order import Front
 
-_TOLD: Final = ("last_access", "hits", "depth", "children", "replay", "checkpoint", "lineage", "grown")
-_OWN: Final = ("upper", "made", "below", "idle", "busy", "ends", "last")
-"""Columns of the chunks: those of `Units`, in chunks and requests, and others: the row of the one on which it
-stands (its own for none), the number of the request that made it, and how many stored ones stand on it;
-whether it is stored and unread, an unfinished request uses it, one has ended there, and made none behind it.
+_OWN: Final = ("upper", "below", "idle", "busy", "last")
+"""Columns beside those of `PolicyTable`: the row of the chunk on which it stands (its own for none), how many
+stored ones stand on it, whether it is stored and unread, a request uses it, and made none behind it.
 """
 
 
@@ -44,11 +42,6 @@ class _Request:
         self.held: list[OffloadKey] = []  # keys of chunks that stay until it is finished
 
 
-class _Units(SimpleNamespace):
-    def __len__(self) -> int:
-        return len(self.depth)
-
-
 class HvdCachePolicy(CachePolicy):  # type: ignore[misc]  # vLLM has no types
     """Chunks of vLLM's CPU tier, the least worth of which go first. Thread safety: none, as vLLM's own."""
 
@@ -58,14 +51,8 @@ class HvdCachePolicy(CachePolicy):  # type: ignore[misc]  # vLLM has no types
 
     def clear(self) -> None:
         """Forget all chunks, and what was learned of them."""
-        profile = ModelProfile("tokens", 1, 1, flops_per_token=1.0, flops_per_context_token=0.0)
-        self._policy, self._now, self._page_tokens = policy_named("hvd", Costs(profile)), 0, 1
-        self._chunks: dict[OffloadKey, ChunkStatus] = {}
-        self._gone: dict[OffloadKey, None] = {}  # evicted ones, as many as the tier has places
-        self._rows: dict[OffloadKey, int] = {}  # of both, in the columns
-        rows = 2 * self.cache_capacity + 1
-        self._keys, self._free_rows = [OffloadKey(b"")] * rows, [*range(rows)]
-        self._at = {name: np.zeros(rows, np.int64) for name in (*_TOLD, *_OWN)}
+        self._table, self._chunks = PolicyTable(*_OWN), dict[OffloadKey, ChunkStatus]()
+        self._rows, self._at = self._table.rows, self._table.at
 
     def get(self, key: OffloadKey) -> ChunkStatus | None:
         """Return a stored chunk."""
@@ -87,11 +74,9 @@ class HvdCachePolicy(CachePolicy):  # type: ignore[misc]  # vLLM has no types
         if near < place or not place:  # it is a state, or the first page
             beside = (c[place] for c in request.chains.values() if c is not chain and place < len(c))
             above = next((other for other in beside if other in self._chunks), key)
-        row = self._rows[key] = self._rows[key] if key in self._gone else self._free_rows.pop()
-        self._gone.pop(key, None)
-        self._keys[row], self._chunks[key] = key, chunk
+        row, self._chunks[key] = self._table.add_unit(key), chunk
         made = {
-            "last_access": self._now, "depth": place + 1, "replay": place - near + 1,
+            "last_access": self._table.now, "depth": place + 1, "replay": place - near + 1,
             "checkpoint": CheckpointKind.END * (near < place), "upper": self._rows[above],
             "made": request.number, "idle": chunk.is_ready, "busy": 1, "last": 1,
         }  # fmt: skip
@@ -128,13 +113,13 @@ class HvdCachePolicy(CachePolicy):  # type: ignore[misc]  # vLLM has no types
             if not len(front):  # rank all on which nothing stands, and take those that are worth least
                 ends = np.flatnonzero(free & (at["below"] + at["busy"] == 0))
                 rows = ends if len(ends) else np.flatnonzero(free)
-                ranks = self._policy.rank(self._units(rows)) * (is_state[rows] | ~is_state.any())
+                ranks = self._table.policy.rank(self._units(rows)) * (is_state[rows] | ~is_state.any())
                 low = front.choose(ranks)
                 columns = (ranks[low], at["last_access"][rows[low]], -at["depth"][rows[low]], rows[low])
-                front.fill([*zip(*(column.tolist() for column in columns), strict=True)], self._now)
+                front.fill([*zip(*(column.tolist() for column in columns), strict=True)], self._table.now)
             (rank, used, depth, row), _ = front.pop()
             if free[row]:
-                free[row], key, upper = False, self._keys[row], int(at["upper"][row])
+                free[row], key, upper = False, OffloadKey(self._table.keys[row]), int(at["upper"][row])
                 gone.append((key, self._chunks[key]))
                 self.remove(key)
                 if at["made"][upper] == at["made"][row] and not at["below"][upper] + at["busy"][upper]:
@@ -146,11 +131,7 @@ class HvdCachePolicy(CachePolicy):  # type: ignore[misc]  # vLLM has no types
         del self._chunks[key]
         self._at["idle"][self._rows[key]] = 0
         self._count_above(self._rows[key], -1)
-        self._gone[key] = None
-        if len(self._gone) > self.cache_capacity:
-            oldest = next(iter(self._gone))
-            del self._gone[oldest]
-            self._free_rows.append(self._rows.pop(oldest))
+        self._table.drop(key)
 
     def _count_above(self, row: int, by: int) -> None:
         """Count a chunk that comes or goes at the one on which it stands."""
@@ -166,50 +147,39 @@ class HvdCachePolicy(CachePolicy):  # type: ignore[misc]  # vLLM has no types
         request = cast(_Request | None, context.get_state(_Request))
         is_new = request is None or request.columns is not self._at
         if request is None or is_new:
-            self._now += 1
-            request = _Request(self._now, self._at)
+            self._table.now += 1
+            request = _Request(self._table.now, self._at)
             context.set_state(request)
         ends: dict[OffloadKey, int] = context._offload_key_positions  # nothing public lists the keys
         for key in [*ends][len(request.places) :]:
             chain = request.chains.setdefault(get_offload_group_idx(key), [])
-            self._page_tokens = self._page_tokens if chain else ends[key]
+            self._table.page_tokens = self._table.page_tokens if chain else ends[key]
             request.places[key] = len(chain)
             chain.append(key)
         for group, chain in request.chains.items() if is_new else ():
             request.inherited[group] = self._find(request, chain)
-        if is_new and self._now % LEARN_EVERY == 0:
+        if is_new and self._table.now % LEARN_EVERY == 0:
             is_end = (self._at["below"] == 0) | (self._at["children"] > 0)
             live = [row for key in self._chunks if is_end[row := self._rows[key]]]
-            lost = [row for key in self._gone if self._at["last"][row := self._rows[key]]]
-            self._policy.learn(self._units(live), self._units(lost))
+            lost = [row for key in self._table.gone if self._at["last"][row := self._rows[key]]]
+            self._table.policy.learn(self._units(live), self._units(lost))
         return request
 
     def _find(self, request: _Request, chain: list[OffloadKey]) -> dict[str, int]:
         """Tell the policy of the hit, at the deepest stored chunk, and of a miss, at a deeper evicted one."""
         at, lineage, known = self._at, 0, 0
-        for table in (self._chunks, self._gone):
+        for table in (self._chunks, self._table.gone):
             key = next((key for key in reversed(chain) if key in table), None)
             if key is None or request.places[key] < known:
                 continue
             row, known = self._rows[key], request.places[key] + 1
-            told = {name: int(at[name][row]) for name in _TOLD if name in Reuse._fields}
-            age = self._now - int(at["last_access"][row])
-            self._policy.reused(Reuse(**told, ending=0, digest=0, age=age, evicted=table is self._gone))
-            lineage = int(at["lineage"][row]) + 1 if at["ends"][row] else 0
+            lineage = self._table.hit(row, evicted=table is self._table.gone)
             request.held.append(key)
             at["busy"][row] = table is self._chunks
-            run = at["depth"] <= at["depth"][row]  # it, and what was made and hit with it before it
-            for name in ("made", "hits", "checkpoint", "last_access"):
-                run &= at[name] == at[name][row]
-            at["hits"][run], at["last_access"][run] = at["hits"][row] + 1, self._now
         return {"lineage": lineage, "grown": len(chain) - known}
 
     def _units(self, rows: Any) -> Units:
         """Return rows as units. The bytes of a page go with a state that is the only one on it."""
         at = np.asarray(rows, np.int64)
-        told = {name: self._at[name][at] for name in _TOLD}
-        alone = (told["checkpoint"] > 0) & (self._at["below"][self._at["upper"][at]] < 2)
-        zero = np.zeros(len(at), np.int64)
-        told |= dict.fromkeys(("created", "ending", "expected", "digest", "covered"), zero)
-        told |= {"kind": zero + 1, "nbytes": np.where(alone, told["replay"] + 1, 1)}
-        return cast(Units, _Units(now=self._now, page_tokens=self._page_tokens, **told))
+        alone = (self._at["checkpoint"][at] > 0) & (self._at["below"][self._at["upper"][at]] < 2)
+        return self._table.units(at, np.where(alone, self._at["replay"][at] + 1, 1))

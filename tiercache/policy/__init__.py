@@ -8,7 +8,7 @@ Principles:
 
 One contract serves the index and the stores.
 
-Reading order: `base` (the contract), `costs`, one file per policy, `order` (the front of an eviction order,
+Reading order: `base` (the contract, the costs and LRU), `hvd`, `order` (the front of an eviction order,
 common to the index and the stores).
 
 Another package adds a policy by an entry point of the group `tiercache.policies`. Its name is the policy's,
@@ -26,9 +26,18 @@ from typing import Final
 from tiercache.entries import entries, load
 from tiercache.errors import ConfigError
 from tiercache.models.profile import PROFILES, ModelProfile, profile_named, profile_of
-from tiercache.policy.base import LEARN_EVERY, CheckpointKind, Costs, Ending, Policy, Reuse, UnitKind, Units
+from tiercache.policy.base import (
+    LEARN_EVERY,
+    CheckpointKind,
+    Costs,
+    Ending,
+    Lru,
+    Policy,
+    Reuse,
+    UnitKind,
+    Units,
+)
 from tiercache.policy.hvd import HitValueDensity
-from tiercache.policy.lru import Lru
 
 __all__ = [
     "DEFAULT_PROFILE",

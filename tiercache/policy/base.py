@@ -1,4 +1,4 @@
-"""Contract of an eviction policy, which ranks evictable units by numbers and never sees the objects.
+"""Contract of an eviction policy, which ranks evictable units by numbers and never sees the objects; `Lru`.
 
 The owner of a policy (the index) decides which units *may* be evicted. The owner offers neither a
 pinned unit nor a unit on which another unit depends. The owner also evicts dead weight (KV without a
@@ -272,6 +272,17 @@ class Policy(ABC):
         The owner calls this every `LEARN_EVERY` requests. Do not use the columns `kind`, `nbytes` and
         `covered` here: they describe the effect of an eviction, and no unit is evicted in this call.
         """
+
+
+class Lru(Policy):
+    """Policy that first evicts the unit whose last hit, or creation, is longest ago. Stateless."""
+
+    name: ClassVar[str] = "lru"
+    steady: ClassVar[bool] = True
+
+    def rank(self, units: Units) -> Ranks:
+        """Return the tick of each unit's last access, or of the hit that is expected of it."""
+        return last_use(units).astype(np.float64)
 
 
 LEARN_EVERY = 64
