@@ -58,13 +58,13 @@ class AlwaysConnector(Connector):
     WEIGHS = False
 
 
-class AlwaysTree(SglangTreeServer):
-    SETTINGS: ClassVar = {**SglangTreeServer.SETTINGS, "load_or_recompute": False}
+class Tree(SglangTreeServer):
+    SETTINGS: ClassVar = {**SglangTreeServer.SETTINGS, "load_or_recompute": True}
 
 
 ENGINES: dict[str, tuple[type[Any], type[Any]]] = {
     "connector": (Connector, AlwaysConnector),
-    "tree": (SglangTreeServer, AlwaysTree),
+    "tree": (Tree, SglangTreeServer),
 }
 
 

@@ -99,7 +99,7 @@ class SglangTreeServer(SglangServer):
     """The same with tiercache in the place of SGLang's tree, down to the store."""
 
     TREE = ("--radix-cache-backend", "tiercache")
-    SETTINGS: ClassVar = {"policy": "hvd"}
+    SETTINGS: ClassVar = {"policy": "hvd", "load_or_recompute": False}
 
 
 def _hicache(file: Path, storage: Storage, **more: object) -> list[str]:

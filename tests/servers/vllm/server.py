@@ -121,7 +121,7 @@ class VllmConnectorServer(VllmServer):
         return {
             "kv_connector": "TierCacheConnector",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": settings(storage, host_bytes="64MiB"),
+            "kv_connector_extra_config": settings(storage, host_bytes="64MiB", load_or_recompute=False),
         }
 
 
