@@ -302,7 +302,7 @@ class StoreDirectory(OwnerLock):
             if not parents or path == os.path.dirname(path):
                 raise
             self._make(os.path.dirname(path), parents=True)
-            self._make(path, parents=True)
+            self._make(path)  # where nothing can be made, as in /proc, this raises
 
     def _foreign(self) -> str:
         return (
