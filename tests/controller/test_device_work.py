@@ -167,7 +167,7 @@ def test_without_fences_it_is_not(tmp_path):
 
 def test_a_load_waits_for_who_had_its_slots_before():
     """A's slots are given away while A is still being computed, for the host has no room for it."""
-    engine = LateEngine(pages=6, states=6, blocks=4)
+    engine = LateEngine(pages=6, states=7, blocks=4)
     index = engine.context.index
     a, b = as_tokens(prompt(1, 2, 3, 4, 5, 6)), [*prompt(9), 7, 8]
     engine.serve(b)
@@ -186,6 +186,9 @@ def test_a_load_waits_for_who_had_its_slots_before():
     # In a stream that does not wait for the one that computes, or there would be nothing to see.
     compute, engine.stream = engine.stream, engine.new_stream()
     assert engine.serve(b) == P
+    other = engine.controller.admit(engine.controller.lookup(as_tokens(b)), tokens=len(b), states=0)
+    assert (other.poll().depth, min(other.pages[KV]) >= 0) == (P, True), "a slot that is being filled counts"
+    engine.controller.release(other, fence=engine.fence())
     time.sleep(0.2)  # in which a load that does not wait is made
     go_on()
     engine.device.event(compute).synchronize()

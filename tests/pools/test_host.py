@@ -32,7 +32,6 @@ def test_an_object_is_a_list_of_blocks(arena: HostArena) -> None:
     assert (pool.name, pool.blocks_per_object, pool.available) == (PoolName.MAMBA, 5, 6)
     assert pool.blocks(pool.alloc(2)).shape == (2, 5)
     assert (pool.available, arena.available) == (4, 20)
-    check_pool(pool)
 
 
 def test_pools_free_only_their_own(arena: HostArena) -> None:
@@ -47,7 +46,6 @@ def test_pools_free_only_their_own(arena: HostArena) -> None:
         pages.free([mine[0], mine[0]])
     with pytest.raises(SlotError):
         pages.buffers_of(other)
-    assert arena.available == 30 - 6 - 5
     pages.free(mine)
     with pytest.raises(SlotError, match="it was freed"):
         pages.free(mine)
