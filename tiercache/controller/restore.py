@@ -272,8 +272,8 @@ def count_restore(
     metrics.increment("tokens_total", "computed", by=tokens - restored)
     # Of two restores of the same tokens, the first needs no transfer.
     reads = np.array([0, moved[Tier.STORAGE]])
-    loads = np.array([0, moved[Tier.STORAGE] + moved[Tier.HOST]])
-    gains = context.speeds.gains(begin, np.array([restored, restored]), reads, loads)
-    if gains is not None and restored > begin:
+    loads, ends = reads + [0, moved[Tier.HOST]], np.array([restored, restored])
+    gains = context.speeds.gains(begin, ends, reads, loads) if restored > begin else None
+    if gains is not None:
         metrics.increment("prefill_seconds_total", by=float(gains[0]))
         metrics.increment("restore_seconds_total", by=float(gains[0] - gains[1]))
