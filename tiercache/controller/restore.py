@@ -272,7 +272,7 @@ def count_restore(
     metrics.increment("tokens_total", "computed", by=tokens - restored)
     # Of two restores of the same tokens, the first needs no transfer.
     reads = np.array([0, moved[Tier.STORAGE]])
-    loads, ends = reads + [0, moved[Tier.HOST]], np.array([restored, restored])
+    loads, ends = np.add(reads, [0, moved[Tier.HOST]]), np.array([restored, restored])
     gains = context.speeds.gains(begin, ends, reads, loads) if restored > begin else None
     if gains is not None:
         metrics.increment("prefill_seconds_total", by=float(gains[0]))
